@@ -1,0 +1,8 @@
+"""Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
+
+from lightning_ddp_hooks import hooks
+from lightning_ddp_hooks.data_parallel import DataParallel
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+__version__ = "0.1.0"
+__all__ = ["DataParallel", "GradBucket", "__version__", "hooks"]

@@ -1,0 +1,82 @@
+"""The only user of private torch and Lightning names: each is wrapped once, with the reason it is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is being executed ends, before ``backward()`` returns.
+
+    There is no public way to learn that a backward has ended.
+
+    Raises:
+        RuntimeError: outside a backward (torch's own message).
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def current_backward_id() -> int:
+    """Return the id of the backward that runs on this thread, or -1 outside one.
+
+    A re-entrant checkpoint runs a backward inside a backward; the ids tell them apart.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Let in-place writes to ``tensors`` go unnoticed by autograd's version check.
+
+    Buffers are broadcast between two forwards of one graph; their saved values are not needed by the backward.
+    """
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[no-any-return]
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target in one call."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Scale each tensor in place in one call."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def is_uninitialized(parameter: Tensor) -> bool:
+    """Tell whether a parameter belongs to a lazy module that has not seen its first input."""
+    return isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin)
+
+
+def ignored_names(module: torch.nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers that the module asks data parallelism to leave alone.
+
+    ``_ddp_params_and_buffers_to_ignore`` is how torch lets a module say so.
+    """
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def backward_is_nested() -> bool:
+    """Tell whether the backward that is just ending runs inside another one (re-entrant checkpointing).
+
+    The engine does not say so, but the Python stack does: an enclosing backward shows as the call of a Function's
+    ``backward`` below the call of the engine.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inside_engine = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_engine_run_backward":
+            inside_engine = True
+        elif inside_engine and name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FUNCTION_FILE = torch.autograd.function.__file__

@@ -1,0 +1,153 @@
+"""The only caller of ``torch.distributed``: groups, collectives and their error texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ProcessGroup = dist.ProcessGroup
+Work = dist.Work
+TorchGradBucket = dist.GradBucket
+
+
+def is_initialized() -> bool:
+    """Tell whether the default process group exists."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, or the default group for None.
+
+    Raises:
+        RuntimeError: there is no default process group.
+        TypeError: ``group`` is not a process group.
+        ValueError: this rank is not in ``group``.
+    """
+    if not is_initialized():
+        raise RuntimeError(
+            "The default process group is not initialized: call torch.distributed.init_process_group(...) first "
+            "(under a Trainer the strategy does it)."
+        )
+    if group is None:
+        return dist.group.WORLD  # type: ignore[return-value]
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"Rank {dist.get_rank()} is not a member of the given process group.")
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"Expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}.")
+    return group
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Return the number of ranks in the group."""
+    return int(dist.get_world_size(group))
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    """Return this process's rank within the group."""
+    return int(dist.get_rank(group))
+
+
+def global_ranks(group: ProcessGroup) -> list[int]:
+    """Return the global rank of each member, in the order of the group."""
+    return list(dist.get_process_group_ranks(group))
+
+
+def backend_name(group: ProcessGroup) -> str:
+    """Return the name of the group's backend, such as ``gloo`` or ``nccl``."""
+    return str(dist.get_backend(group))
+
+
+def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
+    """Make a further group over the ranks of ``parent``; a collective call of all its ranks.
+
+    Args:
+        parent: the group whose ranks the new one has.
+        cpu: take gloo, which moves host memory whatever the parent's backend is.
+        timeout: how long a collective may take; None takes the default of torch.
+
+    Returns:
+        A group that nothing else uses, so that its order of collectives is its owner's alone.
+    """
+    ranks = global_ranks(parent)
+    whole_world = len(ranks) == dist.get_world_size()
+    group = dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend="gloo" if cpu else backend_name(parent),
+        use_local_synchronization=not whole_world,  # ranks outside the parent do not take part in this call
+    )
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Free a group made by `new_group`; nothing happens once torch itself has been torn down."""
+    if is_initialized():
+        dist.destroy_process_group(group)
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start summing ``tensor`` over the group in place."""
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
+    """Start sending ``tensor`` from the group's rank ``src`` to all others, in place."""
+    work = dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Return every rank's tensor (same shape on all), in rank order; blocks."""
+    gathered = [torch.empty_like(tensor) for _ in range(world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
+def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
+    """Return every rank's picklable ``value`` in rank order; for rare exchanges on a CPU group."""
+    gathered: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def all_gather_padded(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Return every rank's tensor where the first dimension may differ between ranks; blocks.
+
+    Args:
+        tensor: shape ``(n_rank, ...)``; all other dimensions and the dtype are the same on all ranks.
+        group: the ranks that take part.
+    """
+    lengths = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
+    sizes = [int(n) for n in torch.cat(all_gather(lengths, group)).tolist()]
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    return [part[:n] for part, n in zip(all_gather(padded, group), sizes, strict=True)]
+
+
+def raise_on_any_rank(error: Exception | None, group: ProcessGroup, ranks: Sequence[int] | None = None) -> None:
+    """Make an error of one rank an error of all; a collective call.
+
+    Args:
+        error: what went wrong on this rank, or None.
+        group: a CPU group.
+        ranks: the ranks' names in the message; their positions in the group by default.
+
+    Raises:
+        Exception: this rank's own error, or a RuntimeError with the text of the first rank that failed.
+    """
+    texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    for position, text in enumerate(texts):
+        if text is not None:
+            name = position if ranks is None else ranks[position]
+            raise RuntimeError(f"Rank {name} failed: {text}")

@@ -1,0 +1,146 @@
+"""What a communication hook is: the role, what it is bound to, and what counts as its result.
+
+Three forms of one thing:
+  * a function ``hook(state, bucket) -> Future[Tensor] | Tensor``: torch's contract (`FunctionHook` runs it);
+  * a `CommHook`: what a user declares; picklable, and it holds no process group;
+  * a `BoundHook`: a `CommHook` at setup, with its groups and its state.
+
+[Note: staged hooks] A hook with several collectives per bucket is written as a generator: it issues a collective, yields
+its handle, and goes on when the collective is done. Each phase has a process group of its own, and phases advance in
+bucket order from one thread, so that all ranks issue the same collectives in the same order. Collectives in completion
+callbacks, as torch's PowerSGD has them, do not: with several buckets they mix ranks up or hang.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+HookFunction = Callable[[Any, Any], Any]
+
+
+class Waitable(Protocol):
+    """What a staged hook yields: the handle of a collective in flight (a ``Work`` or a ``Future``)."""
+
+    def wait(self) -> object:
+        """Block until the collective is done (on CUDA: let the current stream wait for it)."""
+        ...
+
+
+Phases = Generator[Waitable, None, Tensor | None]
+"""What `BoundHook.reduce` returns: yields handles, returns the reduced values (None: they are in ``bucket.buffer()``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BindContext:
+    """What a hook learns at setup.
+
+    Attributes:
+        group: the ranks to reduce over; nothing but this hook's first phase uses it.
+        control_group: a CPU (gloo) group over the same ranks, for setup and checkpoints only.
+        names: of the parameters, in the reducer's order.
+        params: the parameters themselves.
+        step: returns the current training step (the clock of the strategy).
+        new_group: makes one more group over the ranks of the given one; collective.
+    """
+
+    group: comm.ProcessGroup
+    control_group: comm.ProcessGroup
+    names: Sequence[str]
+    params: Sequence[Tensor]
+    step: Callable[[], int]
+    new_group: Callable[[comm.ProcessGroup], comm.ProcessGroup] = field(default=comm.new_group)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+        return comm.world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return comm.rank(self.group)
+
+
+class BoundHook(ABC):
+    """A hook at work: it has its groups and its state.
+
+    Attributes:
+        name: how messages call it.
+        one_at_a_time: whether a bucket may start only when the one before it is done.
+    """
+
+    name: str = "hook"
+    one_at_a_time: bool = False
+
+    @abstractmethod
+    def reduce(self, bucket: GradBucket) -> Phases:
+        """Reduce one bucket; may overwrite its buffer.
+
+        The gradients in the bucket are sums to be divided by ``bucket.divisor``. Called in bucket order.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on: tensors, str, int, float, bool, None, list and dict only. Collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned, maybe with another number of ranks."""
+        if state:
+            raise ValueError(f"{self.name} has no state, but the checkpoint holds some: {sorted(state)}.")
+
+
+class CommHook(ABC):
+    """A hook as the user declares it: picklable, keyword-only, without process group.
+
+    Example:
+        >>> Trainer(strategy=DDPHooksStrategy(comm_hook=TorchHook(hook=my_hook, state=my_state)))
+    """
+
+    @abstractmethod
+    def bind(self, context: BindContext) -> BoundHook:
+        """Make the hook that works, for these ranks and parameters; collective.
+
+        Raises:
+            ValueError: what the hook cannot take: a world size, a dtype, a group specification.
+        """
+
+
+def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
+    """Return a hook's result as the tensor it must be.
+
+    Accepts a tensor, or the one-element list that ``work.get_future()`` gives.
+
+    Raises:
+        RuntimeError: anything else, or a wrong number of elements; names hook, bucket and parameters.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    expected = bucket.buffer().numel()
+    if not isinstance(value, Tensor):
+        found = "None" if value is None else f"a {type(value).__name__}"
+    elif value.numel() != expected:
+        found = f"a tensor of {value.numel()} elements"
+    else:
+        return value
+    raise RuntimeError(
+        f"Communication hook {hook} returned {found} for {describe(bucket)}; expected a tensor of {expected} elements, "
+        "or a future of one."
+    )
+
+
+def describe(bucket: GradBucket) -> str:
+    """Name a bucket and its parameters in a message."""
+    shown = ", ".join(bucket.names[:4]) + (", ..." if len(bucket.names) > 4 else "")
+    return f"bucket {bucket.index()} ({shown})"
+
+
+def hook_name(hook: object) -> str:
+    """Name a hook in a message, whether it is a function, a partial or an object."""
+    inner = getattr(hook, "func", hook)  # functools.partial
+    return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)

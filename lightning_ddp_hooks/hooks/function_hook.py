@@ -1,0 +1,108 @@
+"""Hooks written as functions, by torch's contract: torch's own, a user's, any callable."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ddp_hooks.hooks.contract import (
+    BindContext,
+    BoundHook,
+    CommHook,
+    HookFunction,
+    Phases,
+    check_result,
+    hook_name,
+)
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+# Of torch's hooks, those that issue one collective and none from a callback.
+_KNOWN_SIMPLE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchHook(CommHook):
+    """A function by torch's contract, ``hook(state, bucket) -> Future[Tensor] | Tensor``.
+
+    The gradients in the bucket are not divided. The function may be a partial, a lambda, a method or a callable object.
+
+    Args:
+        hook: the function; see https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
+        state: handed to each call untouched.
+        one_at_a_time: start a bucket only when the one before it is done. None decides: False for those of torch's hooks
+            that issue one collective, else True, since a hook that issues collectives from completion callbacks (torch's
+            PowerSGD) mixes up ranks when several buckets are in flight.
+
+    Raises:
+        TypeError: ``hook`` is not callable.
+
+    Example:
+        >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+        >>> DDPHooksStrategy(comm_hook=TorchHook(hook=fp16_compress_hook))
+    """
+
+    hook: HookFunction
+    state: Any = None
+    one_at_a_time: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the hook can be called."""
+        if not callable(self.hook):
+            raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
+
+    def bind(self, context: BindContext) -> BoundHook:
+        """Wrap the function; its state is its own."""
+        serial = self.one_at_a_time
+        if serial is None:
+            module = getattr(self.hook, "__module__", "") or ""
+            serial = not (module.startswith("torch.") and getattr(self.hook, "__name__", "") in _KNOWN_SIMPLE)
+        return _BoundFunction(self.hook, self.state, serial)
+
+
+class _BoundFunction(BoundHook):
+    def __init__(self, hook: HookFunction, state: Any, one_at_a_time: bool) -> None:
+        self.name = hook_name(hook)
+        self.one_at_a_time = one_at_a_time
+        self._hook = hook
+        self._state = state
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        returned = self._hook(self._state, bucket)
+        if isinstance(returned, Tensor):
+            return check_result(self.name, bucket, returned)
+        if not hasattr(returned, "wait") and not hasattr(returned, "value"):
+            check_result(self.name, bucket, returned)  # raises
+        handle = _Handle(returned)
+        yield handle
+        return self._result(bucket, handle)
+
+    def _result(self, bucket: GradBucket, handle: "_Handle") -> Tensor:
+        value = handle.value()
+        if value is True:  # a Work says only that it is done; the values are where it was given them
+            return bucket.buffer()
+        return check_result(self.name, bucket, value)
+
+
+class _Handle:
+    """A future, a work or any object with ``wait()`` or ``value()``, under one face."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._waited: Any = None
+
+    def done(self) -> bool:
+        ask = getattr(self._inner, "done", None) or getattr(self._inner, "is_completed", None)
+        return bool(ask()) if callable(ask) else not hasattr(self._inner, "wait")
+
+    def wait(self) -> object:
+        if hasattr(self._inner, "wait"):
+            self._waited = self._inner.wait()
+        return self._waited
+
+    def value(self) -> Any:
+        if self._waited is None:
+            self.wait()
+        if self._waited is None and hasattr(self._inner, "value"):
+            self._waited = self._inner.value()
+        return self._waited
+

@@ -1,0 +1,117 @@
+"""Runs a bound hook on buckets: phases advance in bucket order, from the thread of the engine."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_ddp_hooks.hooks.contract import BoundHook, Phases, Waitable, check_result, describe
+from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+
+
+class HookComm:
+    """A hook in the place of the plain mean; see [Note: staged hooks] in contract.py.
+
+    On CPU a phase that is done is followed up when the next bucket is launched, and else when the reducer waits. On a
+    device waiting only queues, so that all phases of a bucket are issued at once.
+
+    Args:
+        hook: the hook to run.
+        eager: run all phases at launch (devices, where waiting does not block the host).
+    """
+
+    divides = False
+    carries_tail = False
+
+    def __init__(self, hook: BoundHook, *, eager: bool) -> None:
+        self.hook = hook
+        self._eager = eager
+        self._tasks: list[_Task] = []
+
+    def launch(self, bucket: GradBucket, storage: Bucket) -> _Task:
+        """Start the first phase, after following up what is done of earlier buckets."""
+        if bucket.index() == 0 or all(task.finished for task in self._tasks):
+            self._tasks = []
+        task = _Task(self, bucket)
+        self._tasks.append(task)
+        self.advance()
+        if self._eager:
+            task.wait()
+        return task
+
+    def advance(self) -> None:
+        """Move every bucket on as far as it can go without waiting and without overtaking the one before it."""
+        before: _Task | None = None
+        for task in self._tasks:
+            if self.hook.one_at_a_time and before is not None and not before.finished:
+                return
+            while not task.finished and task.may_go_on(before):
+                task.step()
+            before = task
+
+    def wait_for(self, task: _Task) -> None:
+        """Block until the bucket is done, moving later ones on meanwhile."""
+        while not task.finished:
+            self.advance()
+            for earliest in self._tasks:
+                if not earliest.finished:
+                    earliest.block()
+                    break
+
+
+class _Task:
+    """One bucket on its way through the phases of the hook."""
+
+    def __init__(self, owner: HookComm, bucket: GradBucket) -> None:
+        self._owner = owner
+        self._bucket = bucket
+        self._phases: Phases | None = None
+        self._current: Waitable | None = None
+        self._result: Tensor | None = None
+        self.phase = -1
+        self.finished = False
+
+    def may_go_on(self, before: _Task | None) -> bool:
+        """Tell whether the current phase is done, and the bucket before this one has begun the next one."""
+        if before is not None and not before.finished and before.phase <= self.phase:
+            return False
+        return self._current is None or _is_done(self._current)
+
+    def block(self) -> None:
+        """Wait for the current phase."""
+        if self._current is not None:
+            self._failing_clearly(self._current.wait)
+            self._current = None
+        self.step()
+
+    def step(self) -> None:
+        """Run the hook up to its next collective, or to its end."""
+        if self._phases is None:
+            self._phases = self._owner.hook.reduce(self._bucket)
+        try:
+            self._current = next(self._phases)
+            self.phase += 1
+        except StopIteration as end:
+            if end.value is not None:
+                self._result = check_result(self._owner.hook.name, self._bucket, end.value)
+            self.finished = True
+            self._current = None
+
+    def _failing_clearly(self, wait: object) -> None:
+        try:
+            wait()  # type: ignore[operator]
+        except Exception as error:
+            raise RuntimeError(
+                f"Communication hook {self._owner.hook.name} failed on {describe(self._bucket)}: {error}"
+            ) from error
+
+    def wait(self) -> Tensor | None:
+        """Block until the bucket is reduced; None if the values are in the bucket's own buffer."""
+        self._owner.wait_for(self)
+        result = self._bucket.buffer() if self._result is None else self._result
+        self._phases = None
+        return result
+
+
+def _is_done(handle: Waitable) -> bool:
+    done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
+    return bool(done()) if callable(done) else False

@@ -1,0 +1,39 @@
+"""From what a user may write for a hook (short name, declaration, pair) to the declaration."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.function_hook import TorchHook
+
+HookLike = str | CommHook | tuple[Any, Any] | list[Any]
+
+SHORT_NAMES: dict[str, Callable[[], CommHook | None]] = {"allreduce": lambda: None}
+"""Short name -> what makes the hook; None stands for the plain mean."""
+
+
+def resolve_hook(hook: HookLike | None) -> CommHook | None:
+    """Return the declaration for what the user gave.
+
+    Args:
+        hook: a short name, a `CommHook`, a pair ``(state, function)``, or None for the plain mean.
+
+    Raises:
+        TypeError: something else.
+        ValueError: an unknown short name; the message lists the known ones.
+    """
+    if hook is None or isinstance(hook, CommHook):
+        return hook
+    if isinstance(hook, str):
+        if hook not in SHORT_NAMES:
+            raise ValueError(f"Unknown communication hook {hook!r}; known names: {', '.join(sorted(SHORT_NAMES))}.")
+        return SHORT_NAMES[hook]()
+    if isinstance(hook, (tuple, list)) and len(hook) == 2:
+        state, function = hook
+        if not callable(function) and callable(state):
+            raise TypeError("Expected a pair (state, hook); the callable comes second.")
+        return TorchHook(hook=function, state=state)
+    raise TypeError(
+        "Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got "
+        f"{type(hook).__name__}{'; wrap a function as (None, function)' if callable(hook) else ''}."
+    )

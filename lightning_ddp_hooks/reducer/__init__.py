@@ -1,0 +1,1 @@
+"""The bucketed gradient reducer: layout (pure), storage, hot path, agreement between ranks."""

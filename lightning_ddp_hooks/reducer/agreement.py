@@ -1,0 +1,158 @@
+"""What the ranks tell each other about a backward that did not go as expected, and what follows from it.
+
+Pure: the reports are exchanged elsewhere. Every rank judges the same reports and so comes to the same verdict, which
+is what keeps one rank's odd step from leaving the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+MAX_NAMES = 8
+
+
+class UnusedPolicy(Enum):
+    """What it means that a trainable parameter got no gradient."""
+
+    FORBIDDEN = "forbidden"
+    """An error (the default for automatic optimisation)."""
+    ALIKE = "alike"
+    """Right if it is so on all ranks, else an error (manual optimisation)."""
+    ALLOWED = "allowed"
+    """Always right (``find_unused_parameters=True``)."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's account of one synchronised backward.
+
+    Attributes:
+        missing: the reducer's parameters that got no gradient since the last synchronised backward.
+        trainable: names of all parameters of the module that require a gradient.
+        sparse: parameters whose gradient is sparse.
+        had_loss: False if this rank had nothing to call backward on.
+        order: parameters in the order in which their gradients became ready; empty unless it is being recorded.
+        problem: what this rank found wrong by itself.
+    """
+
+    missing: tuple[int, ...] = ()
+    trainable: tuple[str, ...] = ()
+    sparse: tuple[int, ...] = ()
+    had_loss: bool = True
+    order: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks do now.
+
+    Attributes:
+        unused: parameters that no rank used; their gradients stay untouched.
+        relayout: the set of trainable parameters has changed, alike on all ranks.
+        skip_step: a rank had no loss, and the step is to be skipped by all.
+    """
+
+    unused: frozenset[int] = frozenset()
+    relayout: bool = False
+    skip_step: bool = False
+
+
+def judge(
+    reports: Sequence[Report],
+    names: Sequence[str],
+    policy: UnusedPolicy,
+    *,
+    skip_missing_loss: Literal["zeros", "all"] = "zeros",
+) -> Verdict:
+    """Decide what follows from all ranks' reports.
+
+    Args:
+        reports: one for each rank, in rank order.
+        names: the names of the reducer's parameters.
+        policy: what a missing gradient means.
+        skip_missing_loss: whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
+
+    Returns:
+        The verdict, the same on all ranks.
+
+    Raises:
+        RuntimeError: the ranks disagree in a way that no rank can repair; names parameters and ranks.
+    """
+    for rank, report in enumerate(reports):
+        if report.problem is not None:
+            raise RuntimeError(f"Rank {rank}: {report.problem}")
+    _check_same_trainable_set(reports)
+
+    working = [rank for rank, report in enumerate(reports) if report.had_loss]
+    if not working:
+        return Verdict(unused=frozenset(range(len(names))), skip_step=True)
+    trainable = set(reports[0].trainable)
+    missing = [set(reports[rank].missing) for rank in working]
+    missing_on = {
+        index: [rank for rank, lacks in zip(working, missing, strict=True) if index in lacks]
+        for index in sorted(set().union(*missing))
+    }
+    unused = frozenset(index for index, ranks in missing_on.items() if len(ranks) == len(working))
+    wrong = {
+        index: ranks
+        for index, ranks in missing_on.items()
+        if names[index] in trainable and _is_error(len(ranks) == len(working), policy)
+    }
+    if wrong:
+        raise RuntimeError(_missing_text(wrong, names, working, policy))
+    known = set(names)
+    return Verdict(
+        unused=unused,
+        relayout=bool(trainable - known) or any(name not in trainable for name in names),
+        skip_step=len(working) < len(reports) and skip_missing_loss == "all",
+    )
+
+
+def _is_error(unused_everywhere: bool, policy: UnusedPolicy) -> bool:
+    if policy is UnusedPolicy.ALIKE:
+        return not unused_everywhere
+    return policy is UnusedPolicy.FORBIDDEN
+
+
+def _check_same_trainable_set(reports: Sequence[Report]) -> None:
+    sets = [set(report.trainable) for report in reports]
+    common, union = set.intersection(*sets), set.union(*sets)
+    if common == union:
+        return
+    name = next(name for report in reports for name in report.trainable if name not in common)
+    yes = [rank for rank, trainable in enumerate(sets) if name in trainable]
+    no = [rank for rank, trainable in enumerate(sets) if name not in trainable]
+    raise RuntimeError(
+        f"Parameter {name!r} requires a gradient on {ranks_text(yes)} but not on {ranks_text(no)}. "
+        "Freeze and unfreeze the same parameters on all ranks."
+    )
+
+
+def _missing_text(
+    wrong: dict[int, list[int]], names: Sequence[str], working: Sequence[int], policy: UnusedPolicy
+) -> str:
+    lines = [f"  {names[index]!r} on {ranks_text(ranks)}" for index, ranks in list(wrong.items())[:MAX_NAMES]]
+    if len(wrong) > MAX_NAMES:
+        lines.append(f"  and {len(wrong) - MAX_NAMES} more")
+    everywhere = all(len(ranks) == len(working) for ranks in wrong.values())
+    text = "Parameters got no gradient in this backward:\n" + "\n".join(lines) + "\n"
+    if policy is UnusedPolicy.ALIKE:
+        return text + (
+            "Other ranks did compute a gradient for them. In manual optimisation each backward must use the same "
+            "parameters on all ranks; pass `find_unused_parameters=True` if they may differ."
+        )
+    if everywhere:
+        return text + (
+            "They took no part in the loss. Freeze them with `requires_grad_(False)`, or pass "
+            "`find_unused_parameters=True` (or `static_graph=True` if it is always the same ones)."
+        )
+    return text + "Pass `find_unused_parameters=True` if ranks may use different parameters."
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name some ranks in a message."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

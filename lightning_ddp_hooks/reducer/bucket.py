@@ -1,0 +1,119 @@
+"""Bucket storage, and the bucket as a communication hook sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks.reducer.layout import BucketLayout
+
+
+class Bucket:
+    """One flat gradient buffer and a view of it for each parameter.
+
+    The buffer may have a tail of one element behind the gradients, which carries a count between ranks for free and
+    which hooks do not see.
+
+    Args:
+        layout: who lies where.
+        params: all parameters of the reducer; the layout's slots point into it.
+        tail: whether to add the tail.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Sequence[Tensor], *, tail: bool = False) -> None:
+        self.layout = layout
+        self.wire = torch.zeros(layout.numel + int(tail), dtype=layout.dtype, device=layout.device)
+        self.buffer = self.wire[: layout.numel]
+        self.tail = self.wire[layout.numel :] if tail else None
+        self.views = [_gradient_view(self.buffer, slot.offset, params[slot.index]) for slot in layout.slots]
+        self.params = [params[slot.index] for slot in layout.slots]
+
+
+def _gradient_view(buffer: Tensor, offset: int, param: Tensor) -> Tensor:
+    """Make a tensor of the parameter's shape and strides that lies in the buffer.
+
+    It is made by ``set_`` and not by slicing: a slice is tracked as a view, on which ``detach_()`` (used by
+    ``zero_grad(set_to_none=False)``) raises.
+    """
+    stride = param.stride() if _covers_its_memory(param) else torch.empty(param.shape, device="meta").stride()
+    if param.is_complex():
+        offset //= 2
+        view = torch.empty(0, dtype=param.dtype, device=buffer.device)
+        return view.set_(torch.view_as_complex(buffer.view(-1, 2)).untyped_storage(), offset, param.shape, stride)
+    view = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+    return view.set_(buffer.untyped_storage(), buffer.storage_offset() + offset, param.shape, stride)
+
+
+def _covers_its_memory(tensor: Tensor) -> bool:
+    """Tell whether the strides name each element of ``numel`` places once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class GradBucket:
+    """What a communication hook is given: one full bucket of gradients.
+
+    The interface is that of ``torch.distributed.GradBucket``. Gradients are *not* divided by the number of ranks.
+
+    Args:
+        bucket: the storage.
+        index: position in the order of reduction.
+        is_last: whether it is the last one of the backward.
+        names: the parameters' names, in slot order.
+        divisor: by what the sum over ranks is to be divided.
+    """
+
+    __slots__ = ("_bucket", "_index", "_is_last", "_replaced", "divisor", "names")
+
+    def __init__(self, bucket: Bucket, index: int, is_last: bool, names: tuple[str, ...], divisor: float) -> None:
+        self._bucket = bucket
+        self._index = index
+        self._is_last = is_last
+        self._replaced: Tensor | None = None
+        self.names = names
+        self.divisor = divisor
+
+    def buffer(self) -> Tensor:
+        """Return the flat gradient buffer, shape ``(numel,)``; the one set by `set_buffer`, if any."""
+        return self._bucket.buffer if self._replaced is None else self._replaced
+
+    def gradients(self) -> list[Tensor]:
+        """Return a view of `buffer` for each parameter, in its shape."""
+        if self._replaced is None:
+            return list(self._bucket.views)
+        base = self._replaced.view(-1)
+        return [
+            base[slot.offset : slot.offset + slot.numel].view(param.shape)
+            if not param.is_complex()
+            else torch.view_as_complex(base[slot.offset : slot.offset + slot.numel].view(*param.shape, 2))
+            for slot, param in zip(self._bucket.layout.slots, self._bucket.params, strict=True)
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients share the bucket."""
+        return list(self._bucket.params)
+
+    def index(self) -> int:
+        """Return the bucket's position in the order of reduction."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Tell whether this is the last bucket of the backward."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Have the reducer copy back from ``tensor``, shape ``(numel,)``, instead of from the buffer."""
+        if tensor.numel() != self._bucket.layout.numel:
+            raise ValueError(
+                f"Expected a buffer of {self._bucket.layout.numel} elements for bucket {self._index} "
+                f"({', '.join(self.names)}), got {tensor.numel()}."
+            )
+        self._replaced = tensor

@@ -1,0 +1,65 @@
+"""The reducer's settings, checked where the user wrote them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+BACKENDS = ("auto", "native", "python")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerConfig:
+    """What shapes the reducer.
+
+    Attributes:
+        bucket_cap_mb: size at which a bucket is closed, in MiB.
+        first_bucket_mb: the same for the first bucket, whose reduction starts earlier if it is small.
+        gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
+        find_unused_parameters: allow ranks to leave out any parameters in any backward.
+        static_graph: learn in the first backward which parameters are used, and rely on it.
+        broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards.
+        reducer_backend: ``"auto"`` (native if it is built), ``"native"`` or ``"python"``.
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range, or settings that contradict each other.
+    """
+
+    bucket_cap_mb: float = 25
+    first_bucket_mb: float = 1
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    broadcast_buffers: bool = True
+    reducer_backend: Literal["auto", "native", "python"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Check each value, then their combination."""
+        for name in ("bucket_cap_mb", "first_bucket_mb"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Expected a number of MiB for `{name}`, got {value!r}.")
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"Expected `{name}` to be a finite number of MiB above 0, got {value!r}.")
+        for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph", "broadcast_buffers"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")
+        if self.reducer_backend not in BACKENDS:
+            raise ValueError(f"Expected `reducer_backend` to be one of {BACKENDS}, got {self.reducer_backend!r}.")
+        if self.find_unused_parameters and self.static_graph:
+            raise ValueError(
+                "`find_unused_parameters=True` lets the used parameters change, `static_graph=True` promises that they "
+                "do not: set one of them."
+            )
+
+    @property
+    def limits(self) -> list[int]:
+        """Bucket sizes in bytes: of the first bucket, of all others."""
+        return [max(1, int(mb * (1 << 20))) for mb in (self.first_bucket_mb, self.bucket_cap_mb)]
+
+    def settings(self) -> dict[str, object]:
+        """Return the values that must be the same on all ranks, by name."""
+        return asdict(self)

@@ -1,0 +1,615 @@
+"""The gradient reducer: one backward from the first gradient to the last bucket, and what all ranks agree on.
+
+    hooks ---> engine ---> Reducer.bucket_full ---> BucketComm.launch       (in bucket order, while backward goes on)
+                 |
+    end of backward ----> Reducer._finish: agree on what is missing -> launch the rest -> wait -> write back -> rebuild
+
+[Note: three ways to agree] Ranks must issue the same collectives although a rank may lack gradients:
+  * recording (the first backward, and after a change of the trainable set): nothing is launched before the end; ranks
+    exchange full reports, then reduce, then rebuild the buckets in the order that was seen;
+  * counting (automatic optimisation): all buckets are sent, missing gradients as zeros; the number of oddities is summed
+    in one element behind the last bucket, and only if it is not zero do ranks exchange reports;
+  * flags (manual optimisation, ``find_unused_parameters=True``): ranks sum one flag for each parameter before the
+    remaining buckets are sent, so that a bucket that nobody used is not sent at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge
+from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
+from lightning_ddp_hooks.reducer.config import ReducerConfig
+from lightning_ddp_hooks.reducer.engine import Engine, EngineHost, PythonEngine
+from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
+from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
+from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
+from lightning_ddp_hooks.reducer.stream import CommStream, Readout, comm_stream
+from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
+
+# With flags, the buckets are rebuilt after so many backwards even if some parameter was never used.
+_MAX_RECORDINGS = 16
+
+
+class _InFlight(NamedTuple):
+    """A launched bucket; it holds the buffer until the reduced values have been copied back."""
+
+    index: int
+    bucket: Bucket
+    pending: Pending
+
+
+class Reducer:
+    """Averages the gradients of a module over the ranks of a group, bucket by bucket, during the backward.
+
+    Construction is collective: it compares the model over the ranks, makes the groups, and sends rank 0's parameters
+    (and buffers) to all.
+
+    Args:
+        module: the module to train.
+        config: bucket sizes and modes.
+        process_group: the ranks; None for all.
+        policy: what a missing gradient means; by default an error, or allowed with ``find_unused_parameters``.
+        skip_missing_loss: whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
+        timeout: of the reducer's own groups.
+
+    Raises:
+        RuntimeError: the ranks' models or settings differ, or there is no process group.
+        TypeError: ``module`` is not a module.
+        ValueError: a parameter is not initialised.
+    """
+
+    # ------------------------------------------------------------------ construction
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ReducerConfig | None = None,
+        *,
+        process_group: comm.ProcessGroup | None = None,
+        policy: UnusedPolicy | None = None,
+        skip_missing_loss: Literal["zeros", "all"] = "zeros",
+        timeout: timedelta | None = None,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Expected a torch.nn.Module, got {type(module).__name__}.")
+        self.config = config if config is not None else ReducerConfig()
+        self.parent_group = comm.resolve_group(process_group)
+        self._module = module
+        self._skip_missing_loss = skip_missing_loss
+        self._policy = policy or (
+            UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN
+        )
+        self._ignored = _compat.ignored_names(module)
+        _check_initialized(module)
+
+        # Groups: nothing else uses them, so that their order of collectives is ours alone.
+        self.group = comm.new_group(self.parent_group, timeout=timeout)
+        self.control_group = comm.new_group(self.parent_group, cpu=True, timeout=timeout)
+        self.world_size = comm.world_size(self.group)
+        self.divisor = float(self.world_size)
+
+        check_same_on_all_ranks(self._named_params(), self.config.settings(), self.control_group)
+        self._broadcast_initial_state()
+
+        # One pass (see engine.py).
+        self._in_flight: list[_InFlight] = []
+        self._saved: dict[int, Tensor] = {}
+        self._oddities = 0
+        self._window_open = False
+        self.passes = 0
+        self._late_readout: Readout | None = None
+        self._buffers_stale = False
+        self.skip_step = False
+
+        # What is learnt from recorded backwards.
+        self._recordings = 0
+        self._rebuilt = False
+        self._ready_order: list[int] = []
+        self._ready_in: dict[int, frozenset[int]] = {}
+        self._dropped: frozenset[int] = frozenset()
+
+        self._comm: BucketComm = MeanAllReduce(self.group)
+        self._custom_comm = False
+        self._sparse_ids = expects_sparse_gradient(module)
+        self._streams: dict[torch.device, CommStream] = {}
+        self._buckets: list[Bucket] = []
+        self._engine: Engine
+        self._track_trainable()
+
+    def _named_params(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+
+    def _named_buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+
+    def _broadcast_initial_state(self) -> None:
+        tensors: list[Tensor] = [param for _, param in self._named_params()]
+        if self.config.broadcast_buffers:
+            tensors += [buffer for _, buffer in self._named_buffers()]
+        broadcast_tensors(tensors, self.group)
+
+    def _track_trainable(self) -> None:
+        """Watch the parameters that require a gradient now, and begin to record their order."""
+        named = self._named_params()
+        self.names = [name for name, param in named if param.requires_grad]
+        self.params = [param for _, param in named if param.requires_grad]
+        self._frozen = [param for _, param in named if not param.requires_grad]
+        self._sparse = [index for index, param in enumerate(self.params) if id(param) in self._sparse_ids]
+        self._expected = [1] * len(self.params)
+        self._recordings = 0
+        self._rebuilt = False
+        self._ready_order, self._ready_in, self._dropped = [], {}, frozenset()
+        self._engine = PythonEngine(self.params, self, views=self.config.gradient_as_bucket_view)
+        self._engine.hold = True
+        one_bucket = self._policy is UnusedPolicy.FORBIDDEN
+        limits = [UNLIMITED] if one_bucket else self.config.limits
+        self._set_layout(initial_layout(self.params, limits, self._dense_indices()))
+
+    def _dense_indices(self) -> list[int]:
+        outside = {*self._sparse, *self._dropped}
+        return [index for index in range(len(self.params)) if index not in outside]
+
+    def _set_layout(self, layouts: Sequence[BucketLayout]) -> None:
+        """Allocate buckets and move gradients that lie in the old ones."""
+        old_views = {
+            index: view
+            for bucket in self._buckets
+            for index, view in zip(bucket.layout.indices, bucket.views, strict=True)
+        }
+        last = len(layouts) - 1
+        self._buckets = [Bucket(layout, self.params, tail=n == last) for n, layout in enumerate(layouts)]
+        self._bucket_names = [tuple(self.names[i] for i in bucket.layout.indices) for bucket in self._buckets]
+        self._bucket_streams = [self._stream(bucket.layout.device) for bucket in self._buckets]
+        with torch.no_grad():
+            for bucket in self._buckets:
+                for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
+                    param = self.params[index]
+                    if param.grad is not None and param.grad is old_views.get(index):
+                        param.grad = view.copy_(param.grad)
+        self._engine.set_layout(self._buckets, self._expected)
+        self._apply_divisor()
+
+    def _stream(self, device: torch.device) -> CommStream:
+        if device not in self._streams:
+            self._streams[device] = comm_stream(device)
+        return self._streams[device]
+
+    def _apply_divisor(self) -> None:
+        self._engine.set_scale(1.0 / self.divisor if self._comm.divides else 1.0)
+
+    def set_comm(self, bucket_comm: BucketComm) -> None:
+        """Have buckets reduced by ``bucket_comm`` instead of the plain mean.
+
+        Raises:
+            RuntimeError: a second call, or one after the first backward.
+        """
+        if self._custom_comm:
+            raise RuntimeError("A communication hook is already registered; it can be registered only once.")
+        if self.passes or self._engine.active:
+            raise RuntimeError("A communication hook must be registered before the first backward.")
+        self._comm = bucket_comm
+        self._custom_comm = True
+        self._apply_divisor()
+
+    # ------------------------------------------------------------------ what the wrapper or strategy calls
+
+    @property
+    def sync(self) -> bool:
+        """Whether the next backward reduces gradients, or only accumulates them."""
+        return self._engine.sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        self._engine.sync = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication in backwards under this context."""
+        before = self.sync
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def before_forward(self) -> None:
+        """Finish or abandon what an earlier backward left behind, and refresh buffers; before each forward."""
+        self.settle()
+        if self._buffers_stale and torch.is_grad_enabled():
+            self._buffers_stale = False
+            with record_function("ldh::broadcast_buffers"):
+                broadcast_tensors([buffer for _, buffer in self._named_buffers()], self.group)
+
+    def settle(self) -> None:
+        """Bring a backward that is still open to its end."""
+        engine = self._engine
+        if _compat.current_backward_id() != -1:
+            return  # a forward within a backward (checkpointing)
+        if engine.armed:  # the callback never ran: the backward was broken off by an exception
+            self._abandon()
+        elif engine.active:
+            self._finish()
+
+    @contextmanager
+    def backward_window(self) -> Iterator[None]:
+        """Surround the code that runs one step's backward, in whatever way and even if there is none.
+
+        At the end all gradients are reduced; a rank that had nothing to reduce does its part with zeros.
+
+        Raises:
+            RuntimeError: gradients are missing in a way that the policy forbids.
+        """
+        self.settle()
+        self._window_open = True
+        passes = self.passes
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._window_open = False
+        if self._engine.active:
+            self._finish()
+        elif self._engine.sync and self.passes == passes and self.params:
+            self.pass_begins()
+            self._finish()
+
+    def watch_backward_of(self, outputs: Sequence[Tensor]) -> None:
+        """Learn of the end of the outermost backward through ``outputs``, also with re-entrant checkpointing."""
+        for output in outputs:
+            output.register_hook(self._outermost_backward)
+
+    def _outermost_backward(self, _: Tensor) -> None:
+        if self._engine.sync and not self._engine.armed:
+            self._engine.arm()
+
+    # ------------------------------------------------------------------ what the engine calls
+
+    def pass_begins(self) -> None:
+        """Open a pass: count the oddities that are known already."""
+        if torch.is_grad_enabled() and _compat.current_backward_id() != -1:
+            raise RuntimeError(
+                "backward(create_graph=True) cannot be reduced over ranks: the mean of gradients is not part of the "
+                "graph. Compute the inner gradient with torch.autograd.grad(..., create_graph=True), or run this "
+                "backward under no_sync()."
+            )
+        self._oddities = sum(param.requires_grad for param in self._frozen)
+        self._engine.start()
+
+    def bucket_full(self, index: int) -> None:
+        """Launch the bucket."""
+        bucket = self._buckets[index]
+        stream = self._bucket_streams[index]
+        last = index == len(self._buckets) - 1
+        if last and bucket.tail is not None and self._oddities:
+            bucket.tail.fill_(self._oddities)
+        with record_function("ldh::launch"), stream.after_compute():
+            view = GradBucket(bucket, index, last, self._bucket_names[index], self.divisor)
+            self._in_flight.append(_InFlight(index, bucket, self._comm.launch(view, bucket)))
+
+    def backward_ended(self) -> None:
+        """End the pass, unless it goes on in an enclosing backward or in the rest of the window."""
+        if not self._engine.active:
+            return
+        if self._complete() or not (self._window_open or _compat.backward_is_nested()):
+            self._finish()
+
+    def _complete(self) -> bool:
+        engine = self._engine
+        return not engine.hold and engine.launched == len(self._buckets) and not (self._sparse and engine.unready())
+
+    # ------------------------------------------------------------------ the end of a pass
+
+    def _abandon(self) -> None:
+        self._engine.stop()
+        self._engine.armed = False
+        self._engine.forget_use()
+        self._in_flight.clear()
+        self._saved.clear()
+
+    def _finish(self) -> None:
+        try:
+            with record_function("ldh::finish"), torch.no_grad():
+                self._finish_pass()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _finish_pass(self) -> None:
+        engine = self._engine
+        self.skip_step = False
+        if engine.hold:
+            verdict = self._exchange()
+            self._launch_rest(verdict.unused)
+            self._collect()
+        elif self._policy is UnusedPolicy.FORBIDDEN:
+            verdict = self._reduce_counting()
+        else:
+            verdict = self._share_flags()
+            self._launch_rest(verdict.unused)
+            self._collect()
+        self._write_back(verdict.unused)
+        self._reduce_sparse(verdict.unused)
+        late = engine.late()
+        if late:
+            raise RuntimeError(self._late_text(late))
+
+        self.passes += 1
+        self._buffers_stale = self.config.broadcast_buffers and any(True for _ in self._module.buffers())
+        self.skip_step = verdict.skip_step
+        recorded = engine.hold
+        fired = engine.fired() if recorded else []
+        engine.stop()
+        engine.forget_use()
+        if verdict.relayout:
+            self._follow_trainable_set()
+        elif recorded:
+            self._learn(fired)
+
+    def _report(self) -> Report:
+        engine = self._engine
+        used = engine.used()
+        return Report(
+            missing=tuple(index for index, flag in enumerate(used) if not flag and index not in self._dropped),
+            trainable=tuple(name for name, param in self._named_params() if param.requires_grad),
+            sparse=tuple(index for index, param in enumerate(self.params) if _is_sparse(param.grad)),
+            had_loss=any(used),
+            order=tuple(engine.order()),
+        )
+
+    def _exchange(self) -> Verdict:
+        reports = comm.all_gather_object(self._report(), self.control_group)
+        verdict = judge(reports, self.names, self._policy_now(), skip_missing_loss=self._skip_missing_loss)
+        if self._engine.hold:
+            self._adopt_sparse({index for report in reports for index in report.sparse})
+            self._note_order(reports)
+        return verdict
+
+    def _policy_now(self) -> UnusedPolicy:
+        # A static graph learns in its recorded backward which parameters it does not use.
+        if self.config.static_graph and self._engine.hold:
+            return UnusedPolicy.ALLOWED
+        return self._policy
+
+    def _reduce_counting(self) -> Verdict:
+        engine = self._engine
+        if not self._complete():
+            used = engine.used()
+            self._oddities += sum(not used[index] for index in engine.unready())
+        self._launch_rest(frozenset())
+        count: Readout | None = None
+        if self._counts_in_tail():
+            self._collect()
+            tail = self._buckets[-1].tail
+            assert tail is not None
+            with self._bucket_streams[-1].context():
+                count = self._bucket_streams[-1].read(tail)
+        else:
+            number = torch.tensor([self._oddities], dtype=torch.int32)
+            work = comm.all_reduce(number, self.control_group)
+            self._collect()
+            work.wait()
+            count = _HostNumber(number)
+        # A device's number is looked at one pass later, unless this rank knows already that it is not zero.
+        if self._defers_reading() and not self._oddities:
+            count, self._late_readout = self._late_readout, count
+        if self._oddities or (count is not None and count.value()):
+            if self._counts_in_tail():
+                self._buckets[-1].tail.zero_()  # type: ignore[union-attr]
+            return self._exchange()
+        return Verdict()
+
+    def _counts_in_tail(self) -> bool:
+        return self._comm.carries_tail and not self._sparse and bool(self._buckets)
+
+    def _defers_reading(self) -> bool:
+        return self._counts_in_tail() and self._bucket_streams[-1].asynchronous and self._skip_missing_loss == "zeros"
+
+    def _share_flags(self) -> Verdict:
+        used = bytearray(self._engine.used())
+        used.append(min(255, self._oddities + (not any(used))))
+        flags = torch.frombuffer(used, dtype=torch.uint8).to(torch.int32)
+        comm.all_reduce(flags, self.control_group).wait()
+        counts = flags[:-1]
+        differ = bool(((counts > 0) & (counts < self.world_size)).any())
+        if bool(flags[-1]) or (differ and self._policy is UnusedPolicy.ALIKE):
+            return self._exchange()
+        return Verdict(unused=frozenset((counts == 0).nonzero().flatten().tolist()))
+
+    def _launch_rest(self, unused: frozenset[int]) -> None:
+        engine = self._engine
+        if engine.launched == len(self._buckets):
+            return
+        used = engine.used()
+        for index in range(engine.launched, len(self._buckets)):
+            bucket = self._buckets[index]
+            if unused.issuperset(bucket.layout.indices):
+                continue
+            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
+                # What nobody used must stay as it is, also where it lies in a bucket that is sent.
+                if not used[slot.index] and self.params[slot.index].grad is view:
+                    self._saved[slot.index] = view.clone()
+            engine.fill(index)
+            self.bucket_full(index)
+        engine.launched = len(self._buckets)
+
+    def _collect(self) -> None:
+        with record_function("ldh::wait"):
+            for index, bucket, pending in self._in_flight:
+                stream = self._bucket_streams[index]
+                with stream.context():
+                    result = pending.wait()
+                    if isinstance(result, Tensor) and result.data_ptr() != bucket.buffer.data_ptr():
+                        bucket.buffer.copy_(result.view(-1))
+            for stream in set(self._streams.values()):
+                stream.join()
+
+    def _write_back(self, unused: frozenset[int]) -> None:
+        untouched = sorted(unused)
+        for index, bucket, _ in self._in_flight:
+            self._engine.write_back(index, untouched if unused else ())
+            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True) if self._saved else ():
+                if slot.index in unused and slot.index in self._saved:
+                    view.copy_(self._saved[slot.index])
+        self._in_flight.clear()
+        self._saved.clear()
+
+    def _reduce_sparse(self, unused: frozenset[int]) -> None:
+        for index in self._sparse:
+            if index not in unused:
+                param = self.params[index]
+                param.grad = mean_sparse(param.grad, param, self.divisor, self.group)
+
+    # ------------------------------------------------------------------ learning and rebuilding
+
+    def _adopt_sparse(self, found: set[int]) -> None:
+        """Take parameters out of the buckets whose gradient turned out to be sparse on some rank."""
+        if found <= set(self._sparse):
+            return
+        self._sparse = sorted({*self._sparse, *found})
+        self._sparse_ids |= {id(self.params[index]) for index in found}
+        self._set_layout(initial_layout(self.params, [UNLIMITED], self._dense_indices()))
+
+    def _note_order(self, reports: Sequence[Report]) -> None:
+        """Take the first rank's order, and behind it what only other ranks used."""
+        for report in reports:
+            for index in report.order:
+                if index not in self._ready_in:
+                    self._ready_in[index] = frozenset()
+                    self._ready_order.append(index)
+                self._ready_in[index] |= {self._recordings}
+
+    def _learn(self, fired: Sequence[int]) -> None:
+        """Rebuild the buckets once all parameters have been seen."""
+        self._recordings += 1
+        self._expected = [max(a, b) for a, b in zip(self._expected, fired, strict=True)]
+        never = [index for index in range(len(self.params)) if index not in self._ready_in]
+        if self.config.static_graph:
+            self._dropped = frozenset(never)
+            self._expected = [int(n) for n in fired]
+        elif never and not (self._policy is not UnusedPolicy.FORBIDDEN and self._recordings >= _MAX_RECORDINGS):
+            return
+        outside = {*self._sparse, *self._dropped}
+        order = [index for index in [*self._ready_order, *never] if index not in outside]
+        # Parameters that were used in the same backwards share buckets, so that a bucket is sent whole or not at all.
+        together = [self._ready_in.get(index, frozenset()) for index in range(len(self.params))]
+        alike = self._policy is UnusedPolicy.FORBIDDEN
+        self._set_layout(rebuilt_layout(self.params, order, self.config.limits, None if alike else together))
+        self._engine.hold = False
+        self._rebuilt = True
+
+    def _follow_trainable_set(self) -> None:
+        """Reduce what has been unfrozen by itself this once, and begin again with the new set."""
+        known = {id(param) for param in self.params}
+        fresh = [param for _, param in self._named_params() if param.requires_grad and id(param) not in known]
+        sync = self._engine.sync
+        for param in fresh:
+            has = torch.tensor([int(param.grad is not None)], dtype=torch.int32)
+            comm.all_reduce(has, self.control_group).wait()
+            if not has:
+                continue
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            if id(param) in self._sparse_ids:
+                param.grad = mean_sparse(param.grad, param, self.divisor, self.group)
+                continue
+            bucket = Bucket(BucketLayout.build([0], [param]), [param])
+            torch.mul(gradient, 1.0 / self.divisor, out=bucket.views[0])
+            comm.all_reduce(bucket.wire, self.group).wait()
+            param.grad = gradient.copy_(bucket.views[0])
+        self._engine.close()
+        self._track_trainable()
+        self._engine.sync = sync
+
+    def _late_text(self, late: Sequence[int]) -> str:
+        names = ", ".join(repr(self.names[index]) for index in sorted(set(late))[:8])
+        if any(not self._expected[index] for index in late):
+            return (
+                f"Parameters got a gradient that the first backward did not use: {names}. `static_graph=True` promises "
+                "that the graph never changes; use `find_unused_parameters=True` instead."
+            )
+        return (
+            f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with re-entrant "
+            "activation checkpointing when a block is used a varying number of times; pass `use_reentrant=False` to "
+            "torch.utils.checkpoint.checkpoint."
+        )
+
+    # ------------------------------------------------------------------ facts, end
+
+    def stats(self) -> dict[str, object]:
+        """Return facts about the reducer; names that torch's DDP logging data has mean the same here.
+
+        Returns:
+            ``world_size``, ``iteration`` (synchronised backwards), ``backend`` (of the hot path), ``comm_backend``,
+            ``bucket_cap_bytes``, ``first_bucket_bytes``, ``bucket_sizes`` (bytes of each bucket in use),
+            ``bucket_param_indices``, ``num_parameter_tensors``, ``total_parameter_size_bytes``,
+            ``gradient_as_bucket_view``, ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``,
+            ``has_rebuilt_buckets``, and after a rebuild ``rebuilt_bucket_sizes``, ``rebuilt_per_bucket_param_indices``
+            and ``prev_iteration_grad_ready_order_indices``.
+        """
+        sizes = [bucket.layout.nbytes for bucket in self._buckets]
+        indices = [list(bucket.layout.indices) for bucket in self._buckets]
+        first, cap = self.config.limits
+        facts: dict[str, object] = {
+            "world_size": self.world_size,
+            "rank": comm.rank(self.group),
+            "iteration": self.passes,
+            "backend": "python",
+            "comm_backend": comm.backend_name(self.group),
+            "bucket_cap_bytes": cap,
+            "first_bucket_bytes": first,
+            "bucket_sizes": sizes,
+            "bucket_param_indices": indices,
+            "num_parameter_tensors": len(self.params),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in self.params),
+            "gradient_as_bucket_view": self.config.gradient_as_bucket_view,
+            "find_unused_parameters": self.config.find_unused_parameters,
+            "static_graph": self.config.static_graph,
+            "broadcast_buffers": self.config.broadcast_buffers,
+            "has_rebuilt_buckets": self._rebuilt,
+        }
+        if self._rebuilt:
+            facts["rebuilt_bucket_sizes"] = sizes
+            facts["rebuilt_per_bucket_param_indices"] = indices
+            facts["prev_iteration_grad_ready_order_indices"] = list(self._ready_order)
+        return facts
+
+    def detach(self) -> None:
+        """Undo everything: remove hooks, free buckets and groups. Gradients stay; those in buckets keep them alive."""
+        self._abandon()
+        self._engine.close()
+        self._buckets.clear()
+        self._bucket_streams.clear()
+        self._streams.clear()
+        for group in (self.group, self.control_group):
+            comm.destroy_group(group)
+
+
+class _HostNumber:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def value(self) -> float:
+        return float(self._tensor)
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def _check_initialized(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if _compat.is_uninitialized(param):
+            raise ValueError(
+                f"Parameter {name!r} of a lazy module has no shape yet: run one forward with example data first."
+            )

@@ -1,0 +1,37 @@
+"""Mean of sparse gradients: ranks gather each other's indices and values, and no dense form is ever made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_hooks import comm
+
+
+def expects_sparse_gradient(module: nn.Module) -> set[int]:
+    """Return the ids of parameters that torch's embeddings will give a sparse gradient."""
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    }
+
+
+@torch.no_grad()
+def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: comm.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' sparse gradients over ``divisor``, coalesced; a collective call.
+
+    Args:
+        gradient: this rank's gradient, in COO layout; None counts as one without entries.
+        like: the parameter, for shape, dtype and device.
+        divisor: by what the sum is divided.
+        group: the ranks that take part.
+    """
+    if gradient is None:
+        gradient = torch.sparse_coo_tensor(
+            torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *like.shape[1:])), like.shape
+        ).to(device=like.device, dtype=like.dtype)
+    gradient = gradient.coalesce()
+    indices = comm.all_gather_padded(gradient.indices().t().contiguous(), group)
+    values = comm.all_gather_padded(gradient.values() * (1.0 / divisor), group)
+    return torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), like.shape).coalesce()
