@@ -3,6 +3,9 @@
 from lightning_ddp_hooks import hooks
 from lightning_ddp_hooks.data_parallel import DataParallel
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.strategy import DDPHooksStrategy, register
 
 __version__ = "0.1.0"
-__all__ = ["DataParallel", "GradBucket", "__version__", "hooks"]
+register()
+
+__all__ = ["DDPHooksStrategy", "DataParallel", "GradBucket", "__version__", "hooks"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
 
 import torch
 from torch import Tensor
@@ -80,3 +83,62 @@ def backward_is_nested() -> bool:
 
 
 _FUNCTION_FILE = torch.autograd.function.__file__
+
+
+def samples_in(batch: object) -> int:
+    """Return the number of samples of a batch, as Lightning finds it for its logs."""
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    return int(extract_batch_size(batch))  # type: ignore[arg-type]
+
+
+def refuse_in_standalone_package(name: str) -> None:
+    """Have ``pytorch_lightning``'s Trainer say which import to change when it is given our strategy's name.
+
+    ``pytorch_lightning`` has classes of its own, which do not mix with ``lightning.pytorch``'s. It may be imported after
+    us, so its import is watched.
+    """
+    package = "pytorch_lightning"
+    if package in sys.modules:
+        _register_refusal(name)
+    elif not any(isinstance(finder, _StandalonePackageFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _StandalonePackageFinder(package, lambda: _register_refusal(name)))
+
+
+def _register_refusal(name: str) -> None:
+    def refuse(**_: object) -> None:
+        raise ValueError(
+            f"strategy={name!r} belongs to the package `lightning`: use `import lightning.pytorch as pl` (or "
+            "`from lightning.pytorch import Trainer`) instead of `import pytorch_lightning as pl`, also for your "
+            "LightningModule and callbacks."
+        )
+
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    for suffix in ("", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"):
+        StrategyRegistry.register(name + suffix, refuse, override=True)
+
+
+class _StandalonePackageFinder(importlib.abc.MetaPathFinder):
+    """Calls back once a package has been imported."""
+
+    def __init__(self, package: str, callback: Callable[[], None]) -> None:
+        self._package = package
+        self._callback = callback
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._package:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call_back(module: ModuleType) -> None:
+                execute(module)
+                self._callback()
+
+            spec.loader.exec_module = execute_and_call_back  # type: ignore[method-assign]
+        return spec

@@ -110,6 +110,7 @@ class Reducer:
         self._late_readout: Readout | None = None
         self._buffers_stale = False
         self.skip_step = False
+        self.failed = False
 
         # What is learnt from recorded backwards.
         self._recordings = 0
@@ -585,14 +586,19 @@ class Reducer:
         return facts
 
     def detach(self) -> None:
-        """Undo everything: remove hooks, free buckets and groups. Gradients stay; those in buckets keep them alive."""
+        """Undo everything: remove hooks, free buckets and groups. Gradients stay, in memory of their own."""
         self._abandon()
+        for bucket in self._buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = view.clone()
         self._engine.close()
         self._buckets.clear()
         self._bucket_streams.clear()
         self._streams.clear()
-        for group in (self.group, self.control_group):
-            comm.destroy_group(group)
+        if not self.failed:  # after an error other ranks may be stuck in a collective, and so would be this call
+            for group in (self.group, self.control_group):
+                comm.destroy_group(group)
 
 
 class _HostNumber:

@@ -1,0 +1,332 @@
+"""The Lightning strategy: turns the Trainer's verbs into calls of the reducer; no algorithm lives here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks.hooks.install import install_hook
+from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
+from lightning_ddp_hooks.reducer.config import ReducerConfig
+from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.weights import SampleWeights
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+log = logging.getLogger(__name__)
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class DDPHooksStrategy(DDPStrategy):
+    """Data-parallel training with communication hooks; takes the place of ``strategy="ddp"``.
+
+    It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go through
+    this package's own reducer, and ``trainer.model`` is the LightningModule itself.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other; by default detected (torchrun, SLURM, ...).
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: set by the Trainer from its ``precision``.
+        comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair ``(state, hook)``
+            by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
+        bucket_cap_mb: size at which a bucket is closed, in MiB.
+        first_bucket_mb: the same for the first bucket, in MiB.
+        gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
+        find_unused_parameters: allow ranks to leave out any parameters in any backward.
+        static_graph: learn in the first backward which parameters are used, and rely on it.
+        broadcast_buffers: send rank 0's buffers to all ranks at setup and before training steps.
+        gradient_weighting: ``"ranks"`` weighs each rank alike; ``"samples"`` weighs each sample alike when ranks hold
+            micro-batches of different sizes.
+        skip_missing_loss: when ``training_step`` returns None (or a loss without gradient) on some rank: it takes part
+            with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
+        reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
+        process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
+        timeout: of collectives.
+        start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ddp_comm_hook: Lightning's name; use ``comm_hook``.
+        ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
+        ddp_comm_wrapper: Lightning's name; wrap the hook yourself.
+        model_averaging_period: Lightning's name; not supported yet, raises.
+
+    Raises:
+        TypeError: an argument of the wrong type, or an unknown one.
+        ValueError: an argument out of range, or arguments that contradict each other.
+
+    Example:
+        >>> Trainer(strategy="ddp_hooks")
+        >>> Trainer(strategy=DDPHooksStrategy(bucket_cap_mb=4, find_unused_parameters=True))
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        comm_hook: HookLike | None = None,
+        bucket_cap_mb: float = 25,
+        first_bucket_mb: float = 1,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_weighting: Literal["ranks", "samples"] = "ranks",
+        skip_missing_loss: Literal["zeros", "all"] = "zeros",
+        reducer_backend: Literal["auto", "native", "python"] = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+    ) -> None:
+        self._config = ReducerConfig(
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_mb=first_bucket_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            broadcast_buffers=broadcast_buffers,
+            reducer_backend=reducer_backend,
+        )
+        _check_choice("gradient_weighting", gradient_weighting, ("ranks", "samples"))
+        _check_choice("skip_missing_loss", skip_missing_loss, ("zeros", "all"))
+        _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {timeout!r}.")
+        if model_averaging_period is not None:
+            raise ValueError("`model_averaging_period` is not supported yet.")
+        hook = _hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+        self._hook = resolve_hook(hook)
+        self._gradient_weighting = gradient_weighting
+        self._skip_missing_loss = skip_missing_loss
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._reducer: Reducer | None = None
+        self._weights: SampleWeights | None = None
+        self._step = 0
+        self._missing_loss: Tensor | None = None
+
+    # ------------------------------------------------------------------ what users call
+
+    @property
+    def reducer(self) -> Reducer:
+        """The gradient reducer; exists while fitting.
+
+        Raises:
+            RuntimeError: the Trainer is not fitting.
+        """
+        if self._reducer is None:
+            raise RuntimeError("The reducer exists only while the Trainer is fitting.")
+        return self._reducer
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replace the mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``.
+
+        May be called before fitting, or in a hook of the LightningModule or a callback before the first backward (such as
+        ``on_fit_start``).
+
+        Raises:
+            RuntimeError: a hook is registered already, or a backward has run.
+        """
+        declared = resolve_hook((state, hook))
+        assert declared is not None
+        if self._hook is not None:
+            raise RuntimeError("A communication hook is already registered; it can be registered only once.")
+        if self._reducer is not None:
+            install_hook(self._reducer, declared, lambda: self._step)
+        self._hook = declared
+
+    def stats(self) -> dict[str, object]:
+        """Return facts about buckets and communication; see `Reducer.stats`."""
+        return self.reducer.stats()
+
+    # ------------------------------------------------------------------ setup and teardown
+
+    @override
+    def configure_ddp(self) -> None:
+        """Build the reducer; the model stays as it is."""
+        module = self.lightning_module
+        assert module is not None
+        policy = None
+        if not module.automatic_optimization and not self._config.find_unused_parameters:
+            policy = UnusedPolicy.ALIKE
+        self._reducer = Reducer(
+            module, self._config, policy=policy, skip_missing_loss=self._skip_missing_loss, timeout=self._timeout
+        )
+        if self._hook is not None:
+            install_hook(self._reducer, self._hook, lambda: self._step)
+        if self._gradient_weighting == "samples":
+            self._weights = SampleWeights(self._reducer.control_group)
+        log.debug("reducer: %s", self._reducer.stats())
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._reducer is not None:
+            self._reducer.failed = True
+
+    @override
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.detach()
+            self._reducer = None
+        self._weights = None
+        self._missing_loss = None
+        super().teardown()
+
+    # ------------------------------------------------------------------ training
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        reducer = self.reducer
+        reducer.before_forward()
+        if self._weights is not None:
+            self._weights.post(_compat.samples_in(args[0] if args else kwargs))
+        output = super().training_step(*args, **kwargs)
+        if not module.automatic_optimization:
+            reducer.settle()
+            self._step += 1
+        elif output is None:
+            # Lightning refuses None on several ranks; a constant stands for it until the ranks have agreed.
+            output = self._missing_loss = torch.zeros((), device=self.root_device, requires_grad=True)
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        reducer, module = self._reducer, self.lightning_module
+        if reducer is None or module is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        missing = self._missing_loss is not None
+        self._missing_loss = None
+        constant = not missing and not closure_loss.requires_grad
+        if constant:
+            rank_zero_warn(
+                "The loss does not depend on any parameter that requires a gradient; this rank takes part in the step "
+                "without gradients."
+            )
+        if self._weights is not None:
+            closure_loss = closure_loss * self._weights.factor()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with reducer.backward_window():
+            if not (missing or constant):
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        module, reducer = self.lightning_module, self.reducer
+        assert module is not None
+        reducer.settle()
+        if not module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closure_that_may_skip() -> Any:
+            result = closure()
+            if reducer.skip_step:
+                raise _SkipStepError
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
+        except _SkipStepError:
+            return None
+        finally:
+            self._step += 1
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if self._reducer is None:
+            yield
+        else:
+            with self._reducer.no_sync():
+                yield
+
+    # ------------------------------------------------------------------ names
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``ddp_hooks``, its launchers, and its forms that find unused parameters."""
+        launchers: Mapping[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+        for suffix, start_method in launchers.items():
+            for unused_suffix, settings in (
+                ("", {}),
+                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
+                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
+            ):
+                strategy_registry.register(
+                    f"ddp_hooks{suffix}{unused_suffix}",
+                    cls,
+                    description=f"Data parallel with communication hooks, started by {start_method}",
+                    override=True,
+                    start_method=start_method,
+                    **settings,
+                )
+
+
+class _SkipStepError(Exception):
+    """Leaves an optimizer's step between its closure and its update."""
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
+
+
+def _hook_by_lightnings_names(
+    hook: HookLike | None, state: object | None, function: Callable[..., Any] | None, wrapper: Callable[..., Any] | None
+) -> HookLike | None:
+    """Take a hook by `DDPStrategy`'s names, with a warning that tells ours."""
+    if function is None:
+        if state is not None or wrapper is not None:
+            raise ValueError("`ddp_comm_state` and `ddp_comm_wrapper` need `ddp_comm_hook`; or use `comm_hook`.")
+        return hook
+    if hook is not None:
+        raise ValueError("Set `comm_hook` or `ddp_comm_hook`, not both.")
+    rank_zero_warn("`ddp_comm_hook` is Lightning's name: use `comm_hook=(state, hook)`.")
+    return (state, function if wrapper is None else wrapper(function))
+
+
+def register() -> None:
+    """Make the strategy known to Lightning's Trainer by name."""
+    DDPHooksStrategy.register_strategies(StrategyRegistry)
+    _compat.refuse_in_standalone_package("ddp_hooks")
