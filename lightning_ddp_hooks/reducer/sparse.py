@@ -29,9 +29,11 @@ def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: co
     """
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *like.shape[1:])), like.shape
+            torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *like.shape[1:])), like.shape, check_invariants=False
         ).to(device=like.device, dtype=like.dtype)
     gradient = gradient.coalesce()
     indices = comm.all_gather_padded(gradient.indices().t().contiguous(), group)
     values = comm.all_gather_padded(gradient.values() * (1.0 / divisor), group)
-    return torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values), like.shape).coalesce()
+    return torch.sparse_coo_tensor(
+        torch.cat(indices).t(), torch.cat(values), like.shape, check_invariants=False
+    ).coalesce()

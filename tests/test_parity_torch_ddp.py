@@ -1,0 +1,97 @@
+"""Side by side with torch's DistributedDataParallel: the same steps give the same bits."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import lightning_ddp_hooks as ldh
+
+pytestmark = pytest.mark.ranks
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def conv() -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten())
+    return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), nn.ZeroPad2d(2), net.to(memory_format=torch.channels_last))
+
+
+def recurrent() -> nn.Module:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTM(4, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cell(x.view(len(x), 4, 4))[0][:, -1]
+
+    return Last()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": conv, "recurrent": recurrent}
+
+
+def _train(wrap: Callable[[nn.Module], Any], net: nn.Module, dtype: torch.dtype, accumulate: int) -> list[torch.Tensor]:
+    model = wrap(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+            x = torch.randn(4, 16, generator=generator).to(dtype)
+            if micro < accumulate - 1:
+                with model.no_sync():
+                    model(x).square().mean().backward()
+            else:
+                model(x).square().mean().backward()
+        optimizer.step()
+    return [t.clone() for t in net.state_dict().values()]
+
+
+def _compare(name: str, dtype: torch.dtype, accumulate: int, views: bool, hook: str | None) -> bool:
+    torch.manual_seed(dist.get_rank())
+    net = MODELS[name]().to(dtype)
+    limits = {"bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
+
+    def with_hook(model: Any) -> Any:
+        if hook is not None:
+            model.register_comm_hook(None, getattr(default_hooks, hook))
+        return model
+
+    def theirs(module: nn.Module) -> Any:
+        return with_hook(nn.parallel.DistributedDataParallel(module, **limits))  # type: ignore[arg-type]
+
+    def ours(module: nn.Module) -> Any:
+        return with_hook(ldh.DataParallel(module, **limits))  # type: ignore[arg-type]
+
+    wanted = _train(theirs, copy.deepcopy(net), dtype, accumulate)
+    found = _train(ours, net, dtype, accumulate)
+    return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "accumulate", "views", "hook"),
+    [
+        ("mlp", torch.float32, 1, True, None),
+        ("mlp", torch.float64, 3, False, None),
+        ("mlp", torch.bfloat16, 2, True, None),
+        ("conv", torch.float32, 1, True, None),
+        ("conv", torch.float32, 2, False, None),
+        ("recurrent", torch.float32, 1, True, None),
+        ("mlp", torch.float32, 1, True, "allreduce_hook"),
+        ("mlp", torch.float32, 2, False, "fp16_compress_hook"),
+    ],
+)
+def test_training_is_bitwise_torch_ddps(
+    name: str, dtype: torch.dtype, accumulate: int, views: bool, hook: str | None
+) -> None:
+    assert run_ranks(_compare, name, dtype, accumulate, views, hook) == [True, True]

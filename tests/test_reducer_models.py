@@ -1,0 +1,42 @@
+"""Every odd model trains as the single-process reference says, with views and copies, on two and three ranks."""
+
+import functools
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from odd_models import CASES, reference, train
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+STEPS = 6
+
+Outcome = list[torch.Tensor] | str
+
+
+def _train_all(settings: dict[str, Any]) -> dict[str, Outcome]:
+    """Train all cases in one world, since starting it costs more than training; an error is that case's outcome."""
+    outcomes: dict[str, Outcome] = {}
+    for name, case in CASES.items():
+        try:
+            outcomes[name] = train(case, STEPS, **settings)[0]
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    return outcomes
+
+
+@functools.cache
+def _outcomes(world_size: int, views: bool) -> list[dict[str, Outcome]]:
+    return run_ranks(_train_all, {"gradient_as_bucket_view": views}, world_size=world_size, timeout=100)
+
+
+@pytest.mark.parametrize(("world_size", "views"), [(2, True), (2, False), (3, True)], ids=["2-views", "2-copies", "3"])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_the_reference(name: str, world_size: int, views: bool) -> None:
+    wanted = reference(CASES[name], STEPS, world_size)
+    for rank, outcomes in enumerate(_outcomes(world_size, views)):
+        params = outcomes[name]
+        assert not isinstance(params, str), f"rank {rank}: {params}"
+        for found, expected in zip(params, wanted, strict=True):
+            torch.testing.assert_close(found, expected, rtol=CASES[name].tolerance, atol=CASES[name].tolerance / 20)
