@@ -35,6 +35,7 @@ class Report:
         sparse: parameters whose gradient is sparse.
         had_loss: False if this rank had nothing to call backward on.
         order: parameters in the order in which their gradients became ready; empty unless it is being recorded.
+        fired: how often each parameter's gradient came; empty unless it is being recorded.
         problem: what this rank found wrong by itself.
     """
 
@@ -43,6 +44,7 @@ class Report:
     sparse: tuple[int, ...] = ()
     had_loss: bool = True
     order: tuple[int, ...] = ()
+    fired: tuple[int, ...] = ()
     problem: str | None = None
 
 
@@ -52,7 +54,7 @@ class Verdict:
 
     Attributes:
         unused: parameters that no rank used; their gradients stay untouched.
-        relayout: the set of trainable parameters has changed, alike on all ranks.
+        relayout: the set of parameters to watch has changed, alike on all ranks.
         skip_step: a rank had no loss, and the step is to be skipped by all.
     """
 
@@ -107,7 +109,9 @@ def judge(
     known = set(names)
     return Verdict(
         unused=unused,
-        relayout=bool(trainable - known) or any(name not in trainable for name in names),
+        # Where parameters may be left out, a frozen one is only that; a GAN freezes and thaws in every step.
+        relayout=bool(trainable - known)
+        or (policy is UnusedPolicy.FORBIDDEN and any(name not in trainable for name in names)),
         skip_step=len(working) < len(reports) and skip_missing_loss == "all",
     )
 

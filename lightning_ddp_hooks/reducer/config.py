@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+DEFAULT_CAP_MB = 25
 BACKENDS = ("auto", "native", "python")
 
 
@@ -14,7 +15,8 @@ class ReducerConfig:
     """What shapes the reducer.
 
     Attributes:
-        bucket_cap_mb: size at which a bucket is closed, in MiB.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link, as measured after the
+            first backward and agreed on all ranks.
         first_bucket_mb: the same for the first bucket, whose reduction starts earlier if it is small.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
@@ -27,7 +29,7 @@ class ReducerConfig:
         ValueError: a value out of range, or settings that contradict each other.
     """
 
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: float | Literal["auto"] = 25
     first_bucket_mb: float = 1
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
@@ -39,6 +41,8 @@ class ReducerConfig:
         """Check each value, then their combination."""
         for name in ("bucket_cap_mb", "first_bucket_mb"):
             value = getattr(self, name)
+            if name == "bucket_cap_mb" and value == "auto":
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Expected a number of MiB for `{name}`, got {value!r}.")
             if not math.isfinite(value) or value <= 0:
@@ -55,11 +59,22 @@ class ReducerConfig:
                 "do not: set one of them."
             )
 
-    @property
-    def limits(self) -> list[int]:
-        """Bucket sizes in bytes: of the first bucket, of all others."""
-        return [max(1, int(mb * (1 << 20))) for mb in (self.first_bucket_mb, self.bucket_cap_mb)]
+    def limits(self, auto_bytes: int | None = None) -> list[int]:
+        """Return bucket sizes in bytes: of the first bucket, of all others.
+
+        Args:
+            auto_bytes: what ``bucket_cap_mb="auto"`` came to; before that is known it counts as 25 MiB.
+        """
+        if self.bucket_cap_mb == "auto":
+            cap = auto_bytes or _bytes(DEFAULT_CAP_MB)
+        else:
+            cap = _bytes(self.bucket_cap_mb)
+        return [_bytes(self.first_bucket_mb), cap]
 
     def settings(self) -> dict[str, object]:
         """Return the values that must be the same on all ranks, by name."""
         return asdict(self)
+
+
+def _bytes(mb: float) -> int:
+    return max(1, int(mb * (1 << 20)))
