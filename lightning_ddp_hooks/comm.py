@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_hooks._compat import TorchGradBucket as TorchGradBucket
+
 ProcessGroup = dist.ProcessGroup
 Work = dist.Work
-TorchGradBucket = dist.GradBucket
 
 
 def is_initialized() -> bool:
@@ -85,6 +86,30 @@ def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | N
     return group
 
 
+def split_group(parent: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+    """Split ``parent`` into any parts and return the group of this rank's part; a collective call of all its ranks.
+
+    Args:
+        parent: the group to split; its parts have its backend.
+        parts: for each part the ranks within ``parent``; together they name each rank once.
+    """
+    names = global_ranks(parent)
+    whole_world = len(names) == dist.get_world_size()
+    own: ProcessGroup | None = None
+    for part in parts:
+        mine = rank(parent) in part
+        # Over the whole world all ranks make all parts; else only the members of a part may take part in its making.
+        if mine or whole_world:
+            group = dist.new_group(
+                [names[index] for index in part],
+                backend=backend_name(parent),
+                use_local_synchronization=not whole_world,
+            )
+            own = group if mine else own
+    assert isinstance(own, ProcessGroup)
+    return own
+
+
 def destroy_group(group: ProcessGroup) -> None:
     """Free a group made by `new_group`; nothing happens once torch itself has been torn down."""
     if is_initialized():
@@ -93,14 +118,30 @@ def destroy_group(group: ProcessGroup) -> None:
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
     """Start summing ``tensor`` over the group in place."""
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    work: Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
     """Start sending ``tensor`` from the group's rank ``src`` to all others, in place."""
-    work = dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True)
+    work: Work | None = dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one part of each."""
+    work: Work | None = dist.all_to_all_single(output, tensor, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def start_all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start gathering every rank's ``tensor`` into ``output``, one behind the other in rank order."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns now
+    # Flat, since gloo takes an output of another number of dimensions for one of another size.
+    work: Work | None = gather(output.view(-1), tensor.view(-1), group=group, async_op=True)
     assert work is not None
     return work
 
@@ -116,6 +157,14 @@ def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value`` in rank order; for rare exchanges on a CPU group."""
     gathered: list[Any] = [None] * world_size(group)
     dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def gather_object(value: Any, group: ProcessGroup) -> list[Any] | None:
+    """Return every rank's picklable ``value`` in rank order on the group's first rank, None elsewhere; a CPU group."""
+    first = rank(group) == 0
+    gathered: list[Any] | None = [None] * world_size(group) if first else None
+    dist.gather_object(value, gathered, dst=global_ranks(group)[0], group=group)
     return gathered
 
 

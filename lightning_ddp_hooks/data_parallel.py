@@ -31,7 +31,7 @@ class DataParallel(nn.Module):
         process_group: the ranks; None for all.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the plain mean.
-        bucket_cap_mb: size at which a bucket is closed, in MiB.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
@@ -59,7 +59,7 @@ class DataParallel(nn.Module):
         process_group: comm.ProcessGroup | None = None,
         *,
         comm_hook: HookLike | None = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float = 1,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,

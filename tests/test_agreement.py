@@ -46,6 +46,13 @@ def test_frozen_everywhere_is_no_error_but_a_new_layout() -> None:
     assert verdict.unused == {2}
 
 
+@pytest.mark.parametrize("policy", [UnusedPolicy.ALIKE, UnusedPolicy.ALLOWED])
+def test_frozen_where_parameters_may_be_left_out_is_only_unused(policy: UnusedPolicy) -> None:
+    verdict = judge([report(2, trainable=ALL[:2])] * 2, NAMES, policy)
+    assert not verdict.relayout
+    assert verdict.unused == {2}
+
+
 def test_thawed_everywhere_is_a_new_layout() -> None:
     assert judge([report(trainable=(*ALL, "c"))] * 2, NAMES, UnusedPolicy.FORBIDDEN).relayout
 

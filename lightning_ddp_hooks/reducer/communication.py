@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Protocol
 
 from torch import Tensor
@@ -33,6 +34,10 @@ class BucketComm(Protocol):
     divides: bool
     carries_tail: bool
 
+    def group_of(self, name: str, param: Tensor) -> Hashable:
+        """Return a key for a parameter; parameters with different keys do not share a bucket."""
+        ...
+
     def launch(self, bucket: GradBucket, storage: Bucket) -> Pending:
         """Start to reduce the bucket."""
         ...
@@ -50,6 +55,10 @@ class MeanAllReduce:
 
     def __init__(self, group: comm.ProcessGroup) -> None:
         self._group = group
+
+    def group_of(self, name: str, param: Tensor) -> Hashable:
+        """Let any parameters share a bucket."""
+        return None
 
     def launch(self, bucket: GradBucket, storage: Bucket) -> Pending:
         """Start the sum, with the tail."""

@@ -2,9 +2,9 @@
 
     gradient ready -> count down -> bucket full -> copy in (scaled) -> launch, in bucket order
 
-The engine knows nothing of groups, hooks or other ranks: it tells its `EngineHost` when a pass begins, when a bucket is
-full and its turn has come, and when the backward ends. It is the readable twin of the native engine (``native/``), which
-has the same methods and gives the same bits.
+The engine tells its `EngineHost` when a pass begins, when a bucket is full and its turn has come, and when the backward
+ends; only the plain mean over a group it starts by itself, so that there the native engine needs no Python. This one is
+the readable twin of the native engine (``native/``), which has the same methods and gives the same bits.
 
 A *pass* is one synchronised backward, from the first gradient to the last bucket. Under ``sync = False`` (accumulation)
 gradients are only noted as used.
@@ -12,29 +12,37 @@ gradients are only noted as used.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.bucket import Bucket
+from lightning_ddp_hooks.reducer.stream import CommStream
 
 # Gradients of at least this many elements are copied as they come, while they are in the cache; smaller ones together.
 EAGER_NUMEL = 16384
+# Of what lies in host memory, only these dtypes are: the others are scaled a whole bucket at a time, since
+# `_foreach_mul_` would round the factor to bfloat16 or float16.
+_EAGER_ON_HOST = (torch.float32, torch.float64)
 _NEVER_FULL = 1 << 60
 
 
 class EngineHost(Protocol):
-    """Whom an engine reports to."""
+    """Whom an engine reports to; it owns the engine, and may be held weakly by it."""
 
     def pass_begins(self) -> None:
         """A gradient has come and no pass is open."""
         ...
 
     def bucket_full(self, index: int) -> None:
-        """All gradients of the bucket are in its buffer, and all buckets before it were launched."""
+        """All gradients of the bucket are in its buffer, and all buckets before it were launched.
+
+        Not called while the engine has a group to take the mean over.
+        """
         ...
 
     def backward_ended(self) -> None:
@@ -43,45 +51,99 @@ class EngineHost(Protocol):
 
 
 class Engine(Protocol):
-    """What the reducer needs of a hot path. See `PythonEngine` for the meaning of each member."""
+    """What the reducer needs of a hot path; `PythonEngine` says more of each member."""
 
+    backend: str
     sync: bool
     hold: bool
     armed: bool
     active: bool
     launched: int
 
-    def set_layout(self, buckets: Sequence[Bucket], expected: Sequence[int]) -> None: ...
-    def set_scale(self, scale: float) -> None: ...
-    def start(self) -> None: ...
-    def arm(self) -> None: ...
-    def stop(self) -> None: ...
-    def unready(self) -> list[int]: ...
-    def fired(self) -> list[int]: ...
-    def order(self) -> list[int]: ...
-    def late(self) -> list[int]: ...
-    def used(self) -> bytes: ...
-    def forget_use(self) -> None: ...
-    def fill(self, bucket: int) -> None: ...
-    def write_back(self, bucket: int, untouched: Sequence[int]) -> None: ...
-    def close(self) -> None: ...
+    def set_layout(self, buckets: Sequence[Bucket], streams: Sequence[CommStream], expected: Sequence[int]) -> None:
+        """Take new buckets, in order of reduction."""
+        ...
+
+    def set_scale(self, scale: float) -> None:
+        """Set the factor that gradients are multiplied with as they are copied in."""
+        ...
+
+    def set_mean_group(self, group: comm.ProcessGroup | None) -> None:
+        """Sum full buckets over a group without asking the host."""
+        ...
+
+    def start(self) -> None:
+        """Open a pass."""
+        ...
+
+    def arm(self) -> None:
+        """Have the host told of the end of the backward that is running."""
+        ...
+
+    def stop(self) -> None:
+        """Close the pass."""
+        ...
+
+    def unready(self) -> list[int]:
+        """Return the parameters whose gradient has not come as often as expected."""
+        ...
+
+    def fired(self) -> list[int]:
+        """Return how often each parameter's gradient has come."""
+        ...
+
+    def order(self) -> list[int]:
+        """Return the parameters in the order in which they became ready; noted only under `hold`."""
+        ...
+
+    def late(self) -> list[int]:
+        """Return the parameters whose gradient changed after it had been copied."""
+        ...
+
+    def used(self) -> bytes:
+        """Return one byte for each parameter: 1 if it got a gradient since `forget_use`."""
+        ...
+
+    def forget_use(self) -> None:
+        """Begin a new accumulation window."""
+        ...
+
+    def fill(self, bucket: int) -> None:
+        """Copy into the bucket what has not been copied yet."""
+        ...
+
+    def wait(self, bucket: int) -> None:
+        """Wait for the sum of a bucket that the engine launched."""
+        ...
+
+    def write_back(self, bucket: int, untouched: Sequence[int]) -> None:
+        """Make the bucket's values the gradients, except of the parameters named (in ascending order)."""
+        ...
+
+    def close(self) -> None:
+        """Remove all hooks and let go of the buckets."""
+        ...
 
 
 class PythonEngine:
     """Counts gradients, copies them into buckets and back.
 
     Args:
-        params: the parameters to watch; each gets one post-accumulate-gradient hook.
-        host: whom to report to.
+        params: the parameters to watch; each gets one hook, which runs after the gradient was accumulated and after the
+            parameter's own post-accumulate hooks: what a user's hook does to the gradient is reduced.
+        host: whom to report to; held weakly, and when it goes, the engine closes.
         views: let ``.grad`` become a slice of the bucket, instead of copying the result back.
 
     Attributes:
+        backend: the name of this kind of engine.
         sync: whether gradients are to be reduced; False under accumulation.
         hold: launch nothing before `fill` is called from outside (while nothing is known about the order).
         armed: whether the host will hear of the end of the backward that is running.
         active: whether a pass is open.
-        launched: how many buckets were given to the host in this pass.
+        launched: how many buckets were given to the host or to the group in this pass.
     """
+
+    backend = "python"
 
     def __init__(self, params: Sequence[Tensor], host: EngineHost, *, views: bool) -> None:
         self.sync = True
@@ -90,10 +152,15 @@ class PythonEngine:
         self.active = False
         self.launched = 0
         self._params = list(params)
-        self._host = host
+        self._host = weakref.ref(host)
+        self._closing = weakref.finalize(host, self.close)
+        self._closing.atexit = False
         self._views = views
         self._scale = 1.0
         self._buckets: list[Bucket] = []
+        self._streams: list[CommStream] = []
+        self._mean_group: comm.ProcessGroup | None = None
+        self._sums: dict[int, comm.Work] = {}
         self._used = bytearray(len(params))
         self._order: list[int] = []
         self._late: list[int] = []
@@ -104,19 +171,24 @@ class PythonEngine:
         self._bucket_of: list[int] = [0] * len(params)
         self._eager: list[Tensor | None] = [None] * len(params)
         self._deferred: list[list[tuple[Tensor, Tensor]]] = []
+        # A parameter holds the node that accumulates its gradient weakly; without these the hooks go with the graph.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self._params]
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._make_hook(index)) for index, param in enumerate(self._params)
+            node.register_hook(self._make_hook(index, param))
+            for index, (node, param) in enumerate(zip(self._nodes, self._params, strict=True))
         ]
 
-    def set_layout(self, buckets: Sequence[Bucket], expected: Sequence[int]) -> None:
+    def set_layout(self, buckets: Sequence[Bucket], streams: Sequence[CommStream], expected: Sequence[int]) -> None:
         """Take new buckets.
 
         Args:
             buckets: in order of reduction; a parameter that is in none of them is only watched.
+            streams: for each bucket, the stream that it is reduced on.
             expected: for each parameter, how often its gradient comes in one backward (more than once if a re-entrant
                 checkpoint uses it more than once; 0 if this rank never uses it).
         """
         self._buckets = list(buckets)
+        self._streams = list(streams)
         self._expected = list(expected)
         self._left = [0] * len(self._params)
         self._pending_at_start = []
@@ -127,7 +199,7 @@ class PythonEngine:
             deferred = []
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 self._bucket_of[index] = position
-                if view.numel() >= EAGER_NUMEL and expected[index] == 1:
+                if view.numel() >= EAGER_NUMEL and expected[index] == 1 and _may_be_eager(view):
                     self._eager[index] = view
                 else:
                     deferred.append((self._params[index], view))
@@ -145,6 +217,10 @@ class PythonEngine:
         """Set the factor that gradients are multiplied with as they are copied in."""
         self._scale = scale
 
+    def set_mean_group(self, group: comm.ProcessGroup | None) -> None:
+        """Sum full buckets over ``group`` without asking the host; None hands them to the host again."""
+        self._mean_group = group
+
     def start(self) -> None:
         """Open a pass: no gradient is ready, no bucket launched."""
         self.active = True
@@ -161,25 +237,25 @@ class PythonEngine:
 
     def _backward_ended(self) -> None:
         self.armed = False
-        self._host.backward_ended()
+        host = self._host()
+        if host is not None:
+            host.backward_ended()
 
     def stop(self) -> None:
-        """Close the pass."""
+        """Close the pass, and let go of sums that nobody waited for."""
         self.active = False
+        self._sums.clear()
 
-    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+    def _make_hook(self, index: int, param: Tensor) -> Callable[[Any, Any], None]:
         ready = self._gradient_ready
-        return lambda param: ready(index, param)
+        return lambda inputs, outputs: ready(index, param)
 
     def _gradient_ready(self, index: int, param: Tensor) -> None:
         self._used[index] = 1
         if not self.sync:
             return
         if not (self.active and self.armed):
-            if not self.active:
-                self._host.pass_begins()
-            if not self.armed:
-                self.arm()
+            self._begin_pass()
         left = self._left[index] - 1
         self._left[index] = left
         if left:
@@ -198,6 +274,13 @@ class PythonEngine:
         if not pending and bucket == self.launched:
             self._launch_full()
 
+    def _begin_pass(self) -> None:
+        host = self._host()
+        if not self.active and host is not None:
+            host.pass_begins()
+        if not self.armed:
+            self.arm()
+
     def _came_again(self, index: int) -> None:
         # Harmless as long as the gradient still lies in `.grad` alone.
         copied = self._bucket_of[index] < self.launched or self._eager[index] is not None
@@ -206,9 +289,19 @@ class PythonEngine:
 
     def _launch_full(self) -> None:
         while self.launched < len(self._buckets) and not self._pending[self.launched]:
-            self.fill(self.launched)
-            self.launched += 1
-            self._host.bucket_full(self.launched - 1)
+            index = self.launched
+            self.fill(index)
+            self.launched = index + 1
+            host = self._host()
+            if self._mean_group is None and host is not None:
+                host.bucket_full(index)
+            elif self._mean_group is not None:
+                with _compat.span("ldh::launch"), self._streams[index].after_compute():
+                    self._sums[index] = comm.all_reduce(self._buckets[index].wire, self._mean_group)
+
+    def wait(self, bucket: int) -> None:
+        """Wait for the sum of a bucket that the engine launched; on a device only the current stream waits."""
+        self._sums.pop(bucket).wait()
 
     @torch.no_grad()
     def _copy_in(self, param: Tensor, view: Tensor) -> None:
@@ -299,7 +392,14 @@ class PythonEngine:
 
     def close(self) -> None:
         """Remove all hooks and let go of the buckets."""
+        self._closing.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.set_layout([], [0] * len(self._params))
+        self._nodes.clear()
+        self.set_layout([], [], [0] * len(self._params))
+
+
+def _may_be_eager(view: Tensor) -> bool:
+    # Complex gradients are scaled as the pairs of reals that the buffer holds.
+    return not view.is_complex() and (view.device.type != "cpu" or view.dtype in _EAGER_ON_HOST)

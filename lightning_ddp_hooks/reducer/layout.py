@@ -133,7 +133,10 @@ def assign_buckets(
 
 
 def initial_layout(
-    params: Sequence[Tensor], limits: Sequence[int], indices: Sequence[int] | None = None
+    params: Sequence[Tensor],
+    limits: Sequence[int],
+    indices: Sequence[int] | None = None,
+    groups: Sequence[Hashable] | None = None,
 ) -> list[BucketLayout]:
     """Lay out buckets before any order is known: in reverse order of registration.
 
@@ -141,9 +144,11 @@ def initial_layout(
         params: the reducer's parameters.
         limits: bucket sizes in bytes, as for `assign_buckets`.
         indices: which of the parameters have a place in a bucket; None for all.
+        groups: for each of ``params`` a key; parameters with different keys do not share a bucket.
     """
     placed = range(len(params)) if indices is None else indices
-    buckets = assign_buckets([params[index] for index in placed], limits)
+    keys = None if groups is None else [groups[index] for index in placed]
+    buckets = assign_buckets([params[index] for index in placed], limits, groups=keys)
     return [BucketLayout.build([placed[position] for position in bucket], params) for bucket in reversed(buckets)]
 
 

@@ -15,22 +15,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge
+from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.config import ReducerConfig
-from lightning_ddp_hooks.reducer.engine import Engine, EngineHost, PythonEngine
+from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
+from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import CommStream, Readout, comm_stream
@@ -46,6 +48,17 @@ class _InFlight(NamedTuple):
     index: int
     bucket: Bucket
     pending: Pending
+
+
+class _EngineSum:
+    """A bucket that the engine launched by itself."""
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self._engine = engine
+        self._index = index
+
+    def wait(self) -> None:
+        self._engine.wait(self._index)
 
 
 class Reducer:
@@ -90,6 +103,7 @@ class Reducer:
             UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN
         )
         self._ignored = _compat.ignored_names(module)
+        self._buffer_tables = _compat.buffer_tables(module)
         _check_initialized(module)
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
@@ -99,6 +113,7 @@ class Reducer:
         self.divisor = float(self.world_size)
 
         check_same_on_all_ranks(self._named_params(), self.config.settings(), self.control_group)
+        self._make_engine = self._choose_engine()
         self._broadcast_initial_state()
 
         # One pass (see engine.py).
@@ -111,8 +126,10 @@ class Reducer:
         self._buffers_stale = False
         self.skip_step = False
         self.failed = False
+        self.abandoned_work = False
 
         # What is learnt from recorded backwards.
+        self._auto_cap_bytes: int | None = None
         self._recordings = 0
         self._rebuilt = False
         self._ready_order: list[int] = []
@@ -125,36 +142,79 @@ class Reducer:
         self._streams: dict[torch.device, CommStream] = {}
         self._buckets: list[Bucket] = []
         self._engine: Engine
+        self.params: list[nn.Parameter] = []
+        self._thawed: dict[int, RemovableHandle] = {}
+        self._thawed_used = False
         self._track_trainable()
 
     def _named_params(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
 
-    def _named_buffers(self) -> list[tuple[str, Tensor]]:
-        return [(name, b) for name, b in self._module.named_buffers() if name not in self._ignored]
+    def _buffers_now(self) -> list[Tensor]:
+        """List the buffers, once each; between two steps any of them may have been replaced by another tensor."""
+        found = {
+            id(buffer): buffer
+            for prefix, table in self._buffer_tables
+            for name, buffer in table.items()
+            if buffer is not None and f"{prefix}.{name}".lstrip(".") not in self._ignored
+        }
+        return list(found.values())
+
+    def _choose_engine(self) -> EngineFactory:
+        """Choose the engine, alike on all ranks or not; collective where choosing can fail."""
+        backend = self.config.reducer_backend
+        if backend != "native":
+            return engine_factory(backend, say=comm.rank(self.group) == 0)
+        factory, failure = None, None
+        try:
+            factory = engine_factory(backend)
+        except RuntimeError as error:
+            failure = error
+        comm.raise_on_any_rank(failure, self.control_group)
+        assert factory is not None
+        return factory
 
     def _broadcast_initial_state(self) -> None:
         tensors: list[Tensor] = [param for _, param in self._named_params()]
         if self.config.broadcast_buffers:
-            tensors += [buffer for _, buffer in self._named_buffers()]
+            tensors += self._buffers_now()
         broadcast_tensors(tensors, self.group)
 
     def _track_trainable(self) -> None:
-        """Watch the parameters that require a gradient now, and begin to record their order."""
+        """Watch the parameters that require a gradient now, and begin to record their order.
+
+        Where parameters may be left out, those that required one before are watched further: a GAN freezes one network
+        while it trains the other.
+        """
         named = self._named_params()
-        self.names = [name for name, param in named if param.requires_grad]
-        self.params = [param for _, param in named if param.requires_grad]
-        self._frozen = [param for _, param in named if not param.requires_grad]
+        before = {id(param) for param in self.params} if self._policy is not UnusedPolicy.FORBIDDEN else set()
+        watched = [(name, param) for name, param in named if param.requires_grad or id(param) in before]
+        self.names = [name for name, _ in watched]
+        self.params = [param for _, param in watched]
+        self._frozen = [param for _, param in named if not param.requires_grad and id(param) not in before]
+        self._forget_thawed()
         self._sparse = [index for index, param in enumerate(self.params) if id(param) in self._sparse_ids]
         self._expected = [1] * len(self.params)
         self._recordings = 0
         self._rebuilt = False
         self._ready_order, self._ready_in, self._dropped = [], {}, frozenset()
-        self._engine = PythonEngine(self.params, self, views=self.config.gradient_as_bucket_view)
+        with _hookable(self.params):
+            self._engine = self._make_engine(self.params, self, self.config.gradient_as_bucket_view)
+        self._engine.set_mean_group(None if self._custom_comm else self.group)
         self._engine.hold = True
+        self._lay_out_initially()
+
+    def _lay_out_initially(self) -> None:
         one_bucket = self._policy is UnusedPolicy.FORBIDDEN
-        limits = [UNLIMITED] if one_bucket else self.config.limits
-        self._set_layout(initial_layout(self.params, limits, self._dense_indices()))
+        limits = [UNLIMITED] if one_bucket else self._limits()
+        self._set_layout(initial_layout(self.params, limits, self._dense_indices(), self._hook_keys()))
+
+    def _hook_keys(self) -> list[Hashable]:
+        """Ask the hook which parameters it wants in buckets of their own."""
+        return [self._comm.group_of(name, param) for name, param in zip(self.names, self.params, strict=True)]
+
+    def _limits(self) -> list[int]:
+        return self.config.limits(self._auto_cap_bytes)
 
     def _dense_indices(self) -> list[int]:
         outside = {*self._sparse, *self._dropped}
@@ -177,7 +237,7 @@ class Reducer:
                     param = self.params[index]
                     if param.grad is not None and param.grad is old_views.get(index):
                         param.grad = view.copy_(param.grad)
-        self._engine.set_layout(self._buckets, self._expected)
+        self._engine.set_layout(self._buckets, self._bucket_streams, self._expected)
         self._apply_divisor()
 
     def _stream(self, device: torch.device) -> CommStream:
@@ -200,6 +260,9 @@ class Reducer:
             raise RuntimeError("A communication hook must be registered before the first backward.")
         self._comm = bucket_comm
         self._custom_comm = True
+        self._engine.set_mean_group(None)
+        if any(key is not None for key in self._hook_keys()):
+            self._lay_out_initially()
         self._apply_divisor()
 
     # ------------------------------------------------------------------ what the wrapper or strategy calls
@@ -226,10 +289,30 @@ class Reducer:
     def before_forward(self) -> None:
         """Finish or abandon what an earlier backward left behind, and refresh buffers; before each forward."""
         self.settle()
+        self._watch_thawed()
         if self._buffers_stale and torch.is_grad_enabled():
             self._buffers_stale = False
-            with record_function("ldh::broadcast_buffers"):
-                broadcast_tensors([buffer for _, buffer in self._named_buffers()], self.group)
+            with _compat.span("ldh::broadcast_buffers"):
+                broadcast_tensors(self._buffers_now(), self.group)
+
+    def _watch_thawed(self) -> None:
+        """Have a parameter that was frozen and is not any more open a pass, in case no other one gets a gradient."""
+        for param in self._frozen:
+            if param.requires_grad and id(param) not in self._thawed:
+                self._thawed[id(param)] = param.register_post_accumulate_grad_hook(self._thawed_ready)
+
+    def _thawed_ready(self, _: Tensor) -> None:
+        self._thawed_used = True
+        if self._engine.sync and not self._engine.active:
+            self.pass_begins()
+        if self._engine.sync and not self._engine.armed:
+            self._engine.arm()
+
+    def _forget_thawed(self) -> None:
+        self._thawed_used = False
+        for handle in self._thawed.values():
+            handle.remove()
+        self._thawed.clear()
 
     def settle(self) -> None:
         """Bring a backward that is still open to its end."""
@@ -285,7 +368,7 @@ class Reducer:
                 "graph. Compute the inner gradient with torch.autograd.grad(..., create_graph=True), or run this "
                 "backward under no_sync()."
             )
-        self._oddities = sum(param.requires_grad for param in self._frozen)
+        self._count_oddities(sum(param.requires_grad for param in self._frozen))
         self._engine.start()
 
     def bucket_full(self, index: int) -> None:
@@ -293,9 +376,7 @@ class Reducer:
         bucket = self._buckets[index]
         stream = self._bucket_streams[index]
         last = index == len(self._buckets) - 1
-        if last and bucket.tail is not None and self._oddities:
-            bucket.tail.fill_(self._oddities)
-        with record_function("ldh::launch"), stream.after_compute():
+        with _compat.span("ldh::launch"), stream.after_compute():
             view = GradBucket(bucket, index, last, self._bucket_names[index], self.divisor)
             self._in_flight.append(_InFlight(index, bucket, self._comm.launch(view, bucket)))
 
@@ -316,12 +397,14 @@ class Reducer:
         self._engine.stop()
         self._engine.armed = False
         self._engine.forget_use()
+        self._thawed_used = False
+        self.abandoned_work |= bool(self._in_flight)
         self._in_flight.clear()
         self._saved.clear()
 
     def _finish(self) -> None:
         try:
-            with record_function("ldh::finish"), torch.no_grad():
+            with _compat.span("ldh::finish"), torch.no_grad():
                 self._finish_pass()
         except BaseException:
             self._abandon()
@@ -330,6 +413,9 @@ class Reducer:
     def _finish_pass(self) -> None:
         engine = self._engine
         self.skip_step = False
+        if not self._custom_comm:
+            sent = range(engine.launched)
+            self._in_flight = [_InFlight(index, self._buckets[index], _EngineSum(engine, index)) for index in sent]
         if engine.hold:
             verdict = self._exchange()
             self._launch_rest(verdict.unused)
@@ -342,21 +428,20 @@ class Reducer:
             self._collect()
         self._write_back(verdict.unused)
         self._reduce_sparse(verdict.unused)
-        late = engine.late()
-        if late:
-            raise RuntimeError(self._late_text(late))
+        if problem := self._late_problem():
+            raise RuntimeError(problem)
 
         self.passes += 1
-        self._buffers_stale = self.config.broadcast_buffers and any(True for _ in self._module.buffers())
+        self._buffers_stale = self.config.broadcast_buffers
         self.skip_step = verdict.skip_step
-        recorded = engine.hold
-        fired = engine.fired() if recorded else []
+        recorded, own_fired = engine.hold, engine.fired() if engine.hold else []
         engine.stop()
         engine.forget_use()
+        self._thawed_used = False
         if verdict.relayout:
             self._follow_trainable_set()
         elif recorded:
-            self._learn(fired)
+            self._learn(own_fired)
 
     def _report(self) -> Report:
         engine = self._engine
@@ -365,8 +450,10 @@ class Reducer:
             missing=tuple(index for index, flag in enumerate(used) if not flag and index not in self._dropped),
             trainable=tuple(name for name, param in self._named_params() if param.requires_grad),
             sparse=tuple(index for index, param in enumerate(self.params) if _is_sparse(param.grad)),
-            had_loss=any(used),
+            had_loss=any(used) or self._thawed_used,
             order=tuple(engine.order()),
+            fired=tuple(engine.fired()) if engine.hold else (),
+            problem=self._late_problem(),
         )
 
     def _exchange(self) -> Verdict:
@@ -387,15 +474,19 @@ class Reducer:
         engine = self._engine
         if not self._complete():
             used = engine.used()
-            self._oddities += sum(not used[index] for index in engine.unready())
+            missing = sum(not used[index] for index in engine.unready())
+            self._count_oddities(self._oddities + missing + len(engine.late()))
         self._launch_rest(frozenset())
         count: Readout | None = None
         if self._counts_in_tail():
             self._collect()
             tail = self._buckets[-1].tail
             assert tail is not None
-            with self._bucket_streams[-1].context():
-                count = self._bucket_streams[-1].read(tail)
+            stream = self._bucket_streams[-1]
+            with stream.context():
+                count = stream.read(tail)
+                if stream.asynchronous:  # the number may be looked at only after the tail has been used again
+                    tail.zero_()
         else:
             number = torch.tensor([self._oddities], dtype=torch.int32)
             work = comm.all_reduce(number, self.control_group)
@@ -411,6 +502,13 @@ class Reducer:
             return self._exchange()
         return Verdict()
 
+    def _count_oddities(self, number: int) -> None:
+        """Note the number of oddities, and have it travel behind the last bucket."""
+        self._oddities = number
+        tail = self._buckets[-1].tail if self._buckets else None
+        if number and tail is not None:
+            tail.fill_(number)
+
     def _counts_in_tail(self) -> bool:
         return self._comm.carries_tail and not self._sparse and bool(self._buckets)
 
@@ -419,7 +517,7 @@ class Reducer:
 
     def _share_flags(self) -> Verdict:
         used = bytearray(self._engine.used())
-        used.append(min(255, self._oddities + (not any(used))))
+        used.append(min(255, self._oddities + len(self._engine.late()) + (not any(used))))
         flags = torch.frombuffer(used, dtype=torch.uint8).to(torch.int32)
         comm.all_reduce(flags, self.control_group).wait()
         counts = flags[:-1]
@@ -446,7 +544,7 @@ class Reducer:
         engine.launched = len(self._buckets)
 
     def _collect(self) -> None:
-        with record_function("ldh::wait"):
+        with _compat.span("ldh::wait"):
             for index, bucket, pending in self._in_flight:
                 stream = self._bucket_streams[index]
                 with stream.context():
@@ -480,7 +578,7 @@ class Reducer:
             return
         self._sparse = sorted({*self._sparse, *found})
         self._sparse_ids |= {id(self.params[index]) for index in found}
-        self._set_layout(initial_layout(self.params, [UNLIMITED], self._dense_indices()))
+        self._set_layout(initial_layout(self.params, [UNLIMITED], self._dense_indices(), self._hook_keys()))
 
     def _note_order(self, reports: Sequence[Report]) -> None:
         """Take the first rank's order, and behind it what only other ranks used."""
@@ -490,23 +588,31 @@ class Reducer:
                     self._ready_in[index] = frozenset()
                     self._ready_order.append(index)
                 self._ready_in[index] |= {self._recordings}
+        # What came twice on one rank may come twice here in another backward.
+        counts = [report.fired for report in reports if report.fired]
+        self._expected = [max(column) for column in zip(self._expected, *counts, strict=True)]
 
-    def _learn(self, fired: Sequence[int]) -> None:
+    def _learn(self, own_fired: Sequence[int]) -> None:
         """Rebuild the buckets once all parameters have been seen."""
         self._recordings += 1
-        self._expected = [max(a, b) for a, b in zip(self._expected, fired, strict=True)]
         never = [index for index in range(len(self.params)) if index not in self._ready_in]
         if self.config.static_graph:
             self._dropped = frozenset(never)
-            self._expected = [int(n) for n in fired]
+            self._expected = list(own_fired)
         elif never and not (self._policy is not UnusedPolicy.FORBIDDEN and self._recordings >= _MAX_RECORDINGS):
             return
+        if self.config.bucket_cap_mb == "auto" and self._auto_cap_bytes is None and self.params:
+            link = measure_link(self.group, self.control_group, self.params[0].device)
+            total = sum(param.numel() * param.element_size() for param in self.params)
+            self._auto_cap_bytes = best_bucket_bytes(total, link)
         outside = {*self._sparse, *self._dropped}
         order = [index for index in [*self._ready_order, *never] if index not in outside]
         # Parameters that were used in the same backwards share buckets, so that a bucket is sent whole or not at all.
         together = [self._ready_in.get(index, frozenset()) for index in range(len(self.params))]
-        alike = self._policy is UnusedPolicy.FORBIDDEN
-        self._set_layout(rebuilt_layout(self.params, order, self.config.limits, None if alike else together))
+        keys = self._hook_keys()
+        if self._policy is not UnusedPolicy.FORBIDDEN:
+            keys = list(zip(keys, together, strict=True))
+        self._set_layout(rebuilt_layout(self.params, order, self._limits(), keys))
         self._engine.hold = False
         self._rebuilt = True
 
@@ -532,7 +638,11 @@ class Reducer:
         self._track_trainable()
         self._engine.sync = sync
 
-    def _late_text(self, late: Sequence[int]) -> str:
+    def _late_problem(self) -> str | None:
+        """Say what is wrong if a gradient changed after it had been sent."""
+        late = self._engine.late()
+        if not late:
+            return None
         names = ", ".join(repr(self.names[index]) for index in sorted(set(late))[:8])
         if any(not self._expected[index] for index in late):
             return (
@@ -560,12 +670,12 @@ class Reducer:
         """
         sizes = [bucket.layout.nbytes for bucket in self._buckets]
         indices = [list(bucket.layout.indices) for bucket in self._buckets]
-        first, cap = self.config.limits
+        first, cap = self._limits()
         facts: dict[str, object] = {
             "world_size": self.world_size,
             "rank": comm.rank(self.group),
             "iteration": self.passes,
-            "backend": "python",
+            "backend": self._engine.backend,
             "comm_backend": comm.backend_name(self.group),
             "bucket_cap_bytes": cap,
             "first_bucket_bytes": first,
@@ -593,10 +703,12 @@ class Reducer:
                 if param.grad is view:
                     param.grad = view.clone()
         self._engine.close()
+        self._forget_thawed()
         self._buckets.clear()
         self._bucket_streams.clear()
         self._streams.clear()
-        if not self.failed:  # after an error other ranks may be stuck in a collective, and so would be this call
+        # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
+        if not (self.failed and (self.abandoned_work or comm.backend_name(self.group) != "gloo")):
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)
 
@@ -607,6 +719,17 @@ class _HostNumber:
 
     def value(self) -> float:
         return float(self._tensor)
+
+
+@contextmanager
+def _hookable(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let hooks be registered on frozen parameters too, which torch refuses."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    yield
+    for param in frozen:
+        param.requires_grad_(False)
 
 
 def _is_sparse(gradient: Tensor | None) -> bool:

@@ -25,9 +25,15 @@ class Readout(Protocol):
 
 
 class CommStream(Protocol):
-    """The seam between the reducer and the device; tests put a recording fake in its place."""
+    """The seam between the reducer and the device; tests put a recording fake in its place.
+
+    Attributes:
+        asynchronous: whether the host runs ahead of the device.
+        stream: torch's stream object, which the native engine launches on; None where there is none.
+    """
 
     asynchronous: bool
+    stream: torch.Stream | None
 
     def after_compute(self) -> AbstractContextManager[object]:
         """Enter the communication stream, behind all work queued so far on the compute stream."""
@@ -58,6 +64,7 @@ class HostStream:
     """The CPU has no streams: work happens in program order, and nothing is to be done."""
 
     asynchronous = False
+    stream: torch.Stream | None = None
 
     def __init__(self) -> None:
         self._here: AbstractContextManager[object] = nullcontext()
@@ -99,21 +106,22 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self.stream: torch.Stream | None = self._stream
         # One event is enough: a wait refers to what was recorded when the wait was queued.
         self._ready = torch.cuda.Event()
         self._done = torch.cuda.Event()
 
     def after_compute(self) -> AbstractContextManager[object]:
         self._ready.record(torch.cuda.current_stream(self._device))
-        self.stream.wait_event(self._ready)
-        return torch.cuda.stream(self.stream)
+        self._stream.wait_event(self._ready)
+        return torch.cuda.stream(self._stream)
 
     def context(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
+        return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        self._done.record(self.stream)
+        self._done.record(self._stream)
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def read(self, tensor: Tensor) -> Readout:

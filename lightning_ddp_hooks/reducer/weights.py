@@ -29,6 +29,11 @@ class SampleWeights:
         self._total = torch.tensor([samples], dtype=torch.int64)
         self._work = comm.all_reduce(self._total, self._group)
 
+    @property
+    def pending(self) -> bool:
+        """Whether other ranks have yet to say how many samples they hold."""
+        return self._work is not None and not self._work.is_completed()
+
     def factor(self) -> float:
         """Return the number of ranks times this rank's share of all samples of the micro-batch."""
         assert self._total is not None and self._work is not None, "post() comes first"

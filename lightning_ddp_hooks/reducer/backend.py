@@ -1,0 +1,63 @@
+"""Which engine runs the hot path: the native one, or its twin in Python."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Literal, cast
+
+from torch import Tensor
+
+from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, Engine, EngineHost, PythonEngine
+from lightning_ddp_hooks.reducer.native import build
+
+_log = logging.getLogger(__name__)
+
+EngineFactory = Callable[[Sequence[Tensor], EngineHost, bool], Engine]
+"""Makes an engine for parameters, a host, and whether ``.grad`` is to be a slice of the bucket."""
+
+BUILD_COMMAND = "python -m lightning_ddp_hooks build-native"
+
+
+def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = True) -> EngineFactory:
+    """Return what makes engines of the wanted kind. Ranks need not choose alike: what they send is the same.
+
+    Args:
+        backend: ``"python"``; ``"native"``, which is compiled if it is not yet; or ``"auto"``, which is native only if
+            it is compiled already, so that a training run never starts with a surprise compilation.
+        say: whether this process logs that ``"auto"`` took the slower one.
+
+    Raises:
+        RuntimeError: ``"native"`` was asked for and cannot be built or loaded.
+    """
+    if backend == "python":
+        return _python_engine
+    if backend == "auto" and not build.is_built():
+        if say:
+            _say_once(f"The reducer runs in Python. The native one takes less time; to build it once: {BUILD_COMMAND}")
+        return _python_engine
+    if backend == "native":
+        build.build()
+    try:
+        native = build.load()
+    except ImportError as error:
+        if backend == "native":
+            raise RuntimeError(f"The native reducer was built but cannot be loaded: {error}") from error
+        if say:
+            _say_once(f"The reducer runs in Python, since the native one cannot be loaded: {error}")
+        return _python_engine
+
+    def native_engine(params: Sequence[Tensor], host: EngineHost, views: bool) -> Engine:
+        return cast("Engine", native.NativeEngine(params, host, views=views, eager_numel=EAGER_NUMEL))
+
+    return native_engine
+
+
+def _python_engine(params: Sequence[Tensor], host: EngineHost, views: bool) -> Engine:
+    return PythonEngine(params, host, views=views)
+
+
+@cache
+def _say_once(text: str) -> None:
+    _log.warning(text)

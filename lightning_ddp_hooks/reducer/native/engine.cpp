@@ -1,0 +1,339 @@
+#include "engine.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+
+namespace ldh {
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+namespace {
+
+bool may_be_eager(const at::Tensor& view) {
+  return !view.is_complex() && (!view.is_cpu() || Scaler::fuses(view));
+}
+
+}  // namespace
+
+Engine::Bucket::Bucket(BucketSpec&& spec)
+    : wire(std::move(spec.wire)),
+      buffer(std::move(spec.buffer)),
+      params(spec.indices.begin(), spec.indices.end()),
+      fuses(Scaler::fuses(buffer)),
+      sum(spec.stream) {}
+
+Engine::Engine(std::vector<at::Tensor> params, PyObject* host, bool views, int64_t eager_numel)
+    : params_(params.size()), views_(views), eager_numel_(eager_numel), host_(host), hooks_(params, this) {
+  for (size_t i = 0; i < params.size(); i++) {
+    params_[i].tensor = std::move(params[i]);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- layout, settings
+
+void Engine::set_layout(std::vector<BucketSpec> specs, const std::vector<int64_t>& expected) {
+  const Lock lock(hooks_.anchor()->mutex);
+  TORCH_CHECK_VALUE(expected.size() == params_.size(), "Expected one count for each of ", params_.size(),
+                    " parameters, got ", expected.size(), ".");
+  for (size_t i = 0; i < params_.size(); i++) {
+    auto& param = params_[i];
+    param.expected = static_cast<int32_t>(expected[i]);
+    param.left = 0;
+    param.bucket = static_cast<int32_t>(specs.size());
+    param.eager = false;
+    param.view = at::Tensor();
+  }
+  buckets_.clear();
+  buckets_.reserve(specs.size());
+  for (auto& spec : specs) {
+    auto views = std::move(spec.views);
+    auto& bucket = buckets_.emplace_back(std::move(spec));
+    for (size_t k = 0; k < bucket.params.size(); k++) {
+      auto& param = params_.at(bucket.params[k]);
+      param.bucket = static_cast<int32_t>(buckets_.size() - 1);
+      param.view = std::move(views.at(k));
+      param.eager = param.expected == 1 && param.view.numel() >= eager_numel_ && may_be_eager(param.view);
+      bucket.pending_at_start += param.expected > 0;
+      if (!param.eager) {
+        bucket.deferred.push_back(bucket.params[k]);
+      }
+    }
+    bucket.pending = bucket.pending_at_start;
+  }
+}
+
+void Engine::set_scale(double scale) {
+  const Lock lock(hooks_.anchor()->mutex);
+  scaler_ = Scaler(scale);
+}
+
+void Engine::set_mean_group(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  const Lock lock(hooks_.anchor()->mutex);
+  mean_group_ = std::move(group);
+}
+
+// ---------------------------------------------------------------------------------------------------------- the pass
+
+void Engine::start() {
+  const Lock lock(hooks_.anchor()->mutex);
+  active = true;
+  launched = 0;
+  for (auto& param : params_) {
+    param.left = param.expected;
+  }
+  for (auto& bucket : buckets_) {
+    bucket.pending = bucket.pending_at_start;
+  }
+  order_.clear();
+  late_.clear();
+}
+
+void Engine::arm() {
+  armed = true;
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) {
+      self->armed = false;
+      self->host_.backward_ended();
+    }
+  });
+}
+
+void Engine::stop() {
+  const Lock lock(hooks_.anchor()->mutex);
+  active = false;
+  for (auto& bucket : buckets_) {
+    bucket.sum.forget();
+  }
+}
+
+void Engine::gradient_ready(size_t index) {
+  auto& param = params_[index];
+  param.used = true;
+  if (!sync) {
+    return;
+  }
+  std::shared_ptr<Engine> alive;
+  if (!active || !armed) {
+    alive = begin_pass();
+  }
+  const auto left = --param.left;
+  if (left != 0) {
+    if (left < 0) {
+      came_again(index);
+    }
+    return;
+  }
+  if (hold) {
+    order_.push_back(static_cast<int64_t>(index));
+    return;
+  }
+  if (param.eager) {
+    copy_in(param);
+  }
+  const auto position = static_cast<size_t>(param.bucket);
+  if (position < buckets_.size() && --buckets_[position].pending == 0 && position == launched) {
+    launch_full();
+  }
+}
+
+// Returns what keeps this engine alive until the caller is done with it, whatever the host does.
+std::shared_ptr<Engine> Engine::begin_pass() {
+  auto self = shared_from_this();
+  if (!active) {
+    host_.pass_begins();
+  }
+  if (!armed) {
+    arm();
+  }
+  return self;
+}
+
+void Engine::came_again(size_t index) {
+  // Harmless as long as the gradient still lies in `.grad` alone.
+  const auto& param = params_[index];
+  const bool copied = static_cast<size_t>(param.bucket) < launched || param.eager;
+  if (!hold && (copied || param.expected == 0)) {
+    late_.push_back(static_cast<int64_t>(index));
+  }
+}
+
+void Engine::launch_full() {
+  const auto alive = shared_from_this();
+  while (launched < buckets_.size() && buckets_[launched].pending == 0) {
+    const size_t index = launched;
+    fill(index);
+    launched = index + 1;
+    if (mean_group_) {
+      buckets_[index].sum.start(buckets_[index].wire, mean_group_);
+    } else {
+      host_.bucket_full(index);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- gradients, buckets
+
+Engine::Bucket& Engine::bucket_at(size_t index) {
+  TORCH_CHECK_INDEX(index < buckets_.size(), "Expected a bucket below ", buckets_.size(), ", got ", index, ".");
+  return buckets_[index];
+}
+
+void Engine::copy_in(Param& param) {
+  const at::NoGradGuard no_grad;
+  auto& gradient = param.tensor.mutable_grad();
+  if (!gradient.defined()) {  // a Function returned None
+    param.view.zero_();
+    return;
+  }
+  scaler_.copy(param.view, gradient);
+  if (views_ && !gradient.is_same(param.view)) {
+    gradient = param.view;
+  }
+}
+
+void Engine::fill(size_t index) {
+  const Lock lock(hooks_.anchor()->mutex);
+  const at::NoGradGuard no_grad;
+  auto& bucket = bucket_at(index);
+  for (const auto i : bucket.params) {
+    auto& param = params_[i];
+    if (param.eager && (hold || param.left > 0)) {
+      copy_in(param);
+    }
+  }
+  if (bucket.fuses) {
+    for (const auto i : bucket.deferred) {
+      copy_in(params_[i]);
+    }
+  } else {
+    fill_deferred(bucket);
+  }
+}
+
+// Copies, then scales all at once: one kernel each on a device, one pass over the buffer on the CPU.
+void Engine::fill_deferred(Bucket& bucket) {
+  std::vector<at::Tensor> views, targets, gradients;
+  for (const auto i : bucket.deferred) {
+    auto& param = params_[i];
+    auto& gradient = param.tensor.mutable_grad();
+    views.push_back(param.view);
+    if (!gradient.defined()) {
+      param.view.zero_();
+    } else if (bucket.buffer.is_cpu()) {
+      copy_into(param.view, gradient);
+    } else if (!gradient.is_same(param.view)) {
+      targets.push_back(param.view);
+      gradients.push_back(gradient);
+    }
+  }
+  if (!targets.empty()) {
+    at::_foreach_copy_(targets, gradients);
+  }
+  if (bucket.deferred.size() == bucket.params.size()) {
+    scaler_.apply(bucket.buffer);
+  } else {
+    scaler_.apply(views);
+  }
+  if (views_) {
+    for (const auto i : bucket.deferred) {
+      auto& gradient = params_[i].tensor.mutable_grad();
+      if (gradient.defined()) {
+        gradient = params_[i].view;
+      }
+    }
+  }
+}
+
+void Engine::wait(size_t index) {
+  // Without the lock: this may take long.
+  bucket_at(index).sum.wait();
+}
+
+void Engine::write_back(size_t index, const std::vector<int64_t>& untouched) {
+  const Lock lock(hooks_.anchor()->mutex);
+  const at::NoGradGuard no_grad;
+  auto& bucket = bucket_at(index);
+  std::vector<at::Tensor> targets, values;
+  for (const auto i : bucket.params) {
+    auto& param = params_[i];
+    auto& gradient = param.tensor.mutable_grad();
+    if (!untouched.empty() && std::binary_search(untouched.begin(), untouched.end(), static_cast<int64_t>(i))) {
+      continue;
+    }
+    if (views_) {
+      if (!gradient.is_same(param.view)) {
+        gradient = param.view;
+      }
+    } else if (!gradient.defined()) {
+      gradient = at::empty_like(param.tensor).copy_(param.view);
+    } else if (bucket.buffer.is_cpu()) {
+      copy_into(gradient, param.view);
+    } else {
+      targets.push_back(gradient);
+      values.push_back(param.view);
+    }
+  }
+  if (!targets.empty()) {
+    at::_foreach_copy_(targets, values);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- accounts
+
+std::vector<int64_t> Engine::unready() {
+  const Lock lock(hooks_.anchor()->mutex);
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < params_.size(); i++) {
+    if (params_[i].left > 0) {
+      indices.push_back(static_cast<int64_t>(i));
+    }
+  }
+  return indices;
+}
+
+std::vector<int64_t> Engine::fired() {
+  const Lock lock(hooks_.anchor()->mutex);
+  std::vector<int64_t> counts;
+  counts.reserve(params_.size());
+  for (const auto& param : params_) {
+    counts.push_back(param.expected - param.left);
+  }
+  return counts;
+}
+
+std::vector<int64_t> Engine::order() {
+  const Lock lock(hooks_.anchor()->mutex);
+  return order_;
+}
+
+std::vector<int64_t> Engine::late() {
+  const Lock lock(hooks_.anchor()->mutex);
+  return late_;
+}
+
+std::string Engine::used() {
+  const Lock lock(hooks_.anchor()->mutex);
+  std::string flags(params_.size(), '\0');
+  for (size_t i = 0; i < params_.size(); i++) {
+    flags[i] = static_cast<char>(params_[i].used);
+  }
+  return flags;
+}
+
+void Engine::forget_use() {
+  const Lock lock(hooks_.anchor()->mutex);
+  for (auto& param : params_) {
+    param.used = false;
+  }
+}
+
+void Engine::close() {
+  hooks_.remove();
+  set_layout({}, std::vector<int64_t>(params_.size(), 0));
+}
+
+}  // namespace ldh

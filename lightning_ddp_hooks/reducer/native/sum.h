@@ -1,0 +1,34 @@
+// The sum of a bucket over the ranks, started without Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <optional>
+
+namespace ldh {
+
+// One bucket's sum in flight. On a device it runs on the communication stream, behind what the compute stream has been
+// given so far, as CommStream.after_compute (stream.py) has it; on the CPU there is no stream.
+class Sum {
+ public:
+  explicit Sum(std::optional<c10::Stream> stream);
+
+  void start(const at::Tensor& wire, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  // Blocks until the sum is there; on a device only the current stream waits.
+  void wait();
+
+  void forget() {
+    work_.reset();
+  }
+
+ private:
+  std::optional<c10::Stream> stream_;
+  std::optional<c10::Event> ready_;  // the compute stream has the bucket's gradients
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+}  // namespace ldh

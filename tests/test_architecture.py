@@ -1,0 +1,88 @@
+"""Which module may import what: the map in the design, kept by a test."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_ddp_hooks
+
+PACKAGE = Path(lightning_ddp_hooks.__file__).parent
+
+# From the top down; a module imports only from its own layer or from layers below it.
+LAYERS = [
+    ["__init__", "__main__"],
+    ["strategy", "fabric", "callbacks"],
+    ["data_parallel", "checkpoint"],
+    ["join"],
+    ["optim"],
+    ["averaging"],
+    ["hooks"],
+    ["reducer"],
+    ["monitor"],
+    ["comm"],
+    ["_compat"],
+]
+MAY_IMPORT_LIGHTNING = {"__init__", "__main__", "strategy", "fabric", "callbacks", "checkpoint", "_compat"}
+MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _part(path: Path) -> str:
+    """Return the top-level part of the package that a file belongs to."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _layer(part: str) -> int:
+    return next(number for number, parts in enumerate(LAYERS) if part in parts)
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_downward_and_what_it_may(path: Path) -> None:
+    part = _part(path)
+    for name in _imports(path):
+        top, _, rest = name.partition(".")
+        if top == "lightning_ddp_hooks" and rest:
+            inner = rest.split(".")[0]
+            if any(inner in parts for parts in LAYERS):
+                assert _layer(inner) >= _layer(part), f"{part} must not import upward: {name}"
+        if top in ("lightning", "pytorch_lightning", "lightning_utilities"):
+            assert part in MAY_IMPORT_LIGHTNING, f"{part} must not import Lightning: {name}"
+        if name.startswith("torch.distributed"):
+            assert part in MAY_IMPORT_DISTRIBUTED, f"{part} must go through comm.py: {name}"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_torch_and_lightning_are_used_in_one_file(path: Path) -> None:
+    if _part(path) == "_compat":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            private_of_torch = isinstance(root, ast.Name) and root.id in ("torch", "dist", "lightning", "pl")
+            assert not private_of_torch, f"{path.name}:{node.lineno} uses {ast.unparse(node)}; wrap it in _compat.py"
+    for name in _imports(path):
+        if name.startswith(("torch.", "lightning.")):
+            private = [p for p in name.split(".") if p.startswith("_") and not p.startswith("__")]
+            assert not private, f"{path.name} imports {name}; wrap it in _compat.py"
+
+
+def test_every_public_name_is_exported_and_documented() -> None:
+    for name in lightning_ddp_hooks.__all__:
+        value = getattr(lightning_ddp_hooks, name)
+        assert name == "__version__" or value.__doc__, name
