@@ -5,17 +5,18 @@ Three forms of one thing:
   * a `CommHook`: what a user declares; picklable, and it holds no process group;
   * a `BoundHook`: a `CommHook` at setup, with its groups and its state.
 
-[Note: staged hooks] A hook with several collectives per bucket is written as a generator: it issues a collective, yields
-its handle, and goes on when the collective is done. Each phase has a process group of its own, and phases advance in
-bucket order from one thread, so that all ranks issue the same collectives in the same order. Collectives in completion
-callbacks, as torch's PowerSGD has them, do not: with several buckets they mix ranks up or hang.
+[Note: staged hooks] A hook with several collectives per bucket is written as a generator: it issues a collective,
+yields its handle, and goes on when the collective is done. Each phase has a process group of its own, and phases
+advance in bucket order from one thread, so that all ranks issue the same collectives in the same order. Collectives
+in completion callbacks, as torch's PowerSGD has them, do not: with several buckets they mix ranks up or hang.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
@@ -33,7 +34,7 @@ class Waitable(Protocol):
 
 
 Phases = Generator[Waitable, None, Tensor | None]
-"""What `BoundHook.reduce` returns: yields handles, returns the reduced values (None: they are in ``bucket.buffer()``)."""
+"""What `BoundHook.reduce` returns: yields handles, returns the reduced values (None: they are in the buffer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class BindContext:
         params: the parameters themselves.
         step: returns the current training step (the clock of the strategy).
         new_group: makes one more group over the ranks of the given one; collective.
+        wire_dtype: in what dtype a hook that can choose is to send what it would send in floating point (`Cast` sets
+            it); None for the dtype of the gradients. See `BoundHook.casts_itself`.
     """
 
     group: comm.ProcessGroup
@@ -55,6 +58,7 @@ class BindContext:
     params: Sequence[Tensor]
     step: Callable[[], int]
     new_group: Callable[[comm.ProcessGroup], comm.ProcessGroup] = field(default=comm.new_group)
+    wire_dtype: torch.dtype | None = None
 
     @property
     def world_size(self) -> int:
@@ -73,10 +77,15 @@ class BoundHook(ABC):
     Attributes:
         name: how messages call it.
         one_at_a_time: whether a bucket may start only when the one before it is done.
+        casts_itself: whether it sends in ``BindContext.wire_dtype``, so that `Cast` need not cast the bucket for it.
+        takes_divided: whether gradients may come divided already (the bucket's divisor is 1 then), which costs
+            nothing in the copy into the bucket.
     """
 
     name: str = "hook"
     one_at_a_time: bool = False
+    casts_itself: bool = False
+    takes_divided: bool = False
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Phases:
@@ -84,6 +93,14 @@ class BoundHook(ABC):
 
         The gradients in the bucket are sums to be divided by ``bucket.divisor``. Called in bucket order.
         """
+
+    def group_of(self, name: str, param: Tensor) -> Hashable:
+        """Return a key for a parameter; parameters with different keys do not share a bucket."""
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts for reports, such as a compression rate; may wait for the device."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on: tensors, str, int, float, bool, None, list and dict only. Collective."""
@@ -100,7 +117,12 @@ class CommHook(ABC):
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook=TorchHook(hook=my_hook, state=my_state)))
+
+    Attributes:
+        is_plain_mean: whether it is the mean that the reducer itself computes, faster than through a hook.
     """
+
+    is_plain_mean = False
 
     @abstractmethod
     def bind(self, context: BindContext) -> BoundHook:
@@ -109,6 +131,12 @@ class CommHook(ABC):
         Raises:
             ValueError: what the hook cannot take: a world size, a dtype, a group specification.
         """
+
+
+def is_done(handle: Waitable) -> bool:
+    """Tell whether a collective in flight is done; False if there is no way to tell."""
+    done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
+    return bool(done()) if callable(done) else False
 
 
 def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:

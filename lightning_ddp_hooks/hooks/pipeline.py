@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.hooks.contract import BoundHook, Phases, Waitable, check_result, describe
+from lightning_ddp_hooks.hooks.contract import BoundHook, Phases, Waitable, check_result, describe, is_done
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 
 
@@ -19,18 +22,24 @@ class HookComm:
         eager: run all phases at launch (devices, where waiting does not block the host).
     """
 
-    divides = False
     carries_tail = False
 
     def __init__(self, hook: BoundHook, *, eager: bool) -> None:
         self.hook = hook
+        self.divides = hook.takes_divided
         self._eager = eager
         self._tasks: list[_Task] = []
 
+    def group_of(self, name: str, param: Tensor) -> Hashable:
+        """Return the hook's key for the parameter: those with different keys do not share a bucket."""
+        return self.hook.group_of(name, param)
+
     def launch(self, bucket: GradBucket, storage: Bucket) -> _Task:
         """Start the first phase, after following up what is done of earlier buckets."""
-        if bucket.index() == 0 or all(task.finished for task in self._tasks):
-            self._tasks = []
+        if all(task.finished for task in self._tasks) or bucket.index() <= self._tasks[-1].index:
+            self._tasks = []  # of an earlier backward, which may have been broken off
+        if self.divides:
+            bucket.divisor = 1.0
         task = _Task(self, bucket)
         self._tasks.append(task)
         self.advance()
@@ -64,6 +73,7 @@ class _Task:
     def __init__(self, owner: HookComm, bucket: GradBucket) -> None:
         self._owner = owner
         self._bucket = bucket
+        self.index = bucket.index()
         self._phases: Phases | None = None
         self._current: Waitable | None = None
         self._result: Tensor | None = None
@@ -74,7 +84,7 @@ class _Task:
         """Tell whether the current phase is done, and the bucket before this one has begun the next one."""
         if before is not None and not before.finished and before.phase <= self.phase:
             return False
-        return self._current is None or _is_done(self._current)
+        return self._current is None or is_done(self._current)
 
     def block(self) -> None:
         """Wait for the current phase."""
@@ -88,7 +98,9 @@ class _Task:
         if self._phases is None:
             self._phases = self._owner.hook.reduce(self._bucket)
         try:
-            self._current = next(self._phases)
+            # Not in the generator, where it would reach into the code that runs between two phases.
+            with torch.no_grad():
+                self._current = next(self._phases)
             self.phase += 1
         except StopIteration as end:
             if end.value is not None:
@@ -110,8 +122,3 @@ class _Task:
         result = self._bucket.buffer() if self._result is None else self._result
         self._phases = None
         return result
-
-
-def _is_done(handle: Waitable) -> bool:
-    done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
-    return bool(done()) if callable(done) else False

@@ -9,11 +9,11 @@ from lightning_ddp_hooks.hooks.function_hook import TorchHook
 HookLike = str | CommHook | tuple[Any, Any] | list[Any]
 
 SHORT_NAMES: dict[str, Callable[[], CommHook | None]] = {"allreduce": lambda: None}
-"""Short name -> what makes the hook; None stands for the plain mean."""
+"""Short name -> what makes the hook; None stands for the plain mean. Each module of hooks enters its own."""
 
 
 def resolve_hook(hook: HookLike | None) -> CommHook | None:
-    """Return the declaration for what the user gave.
+    """Return the declaration for what the user gave; None for the plain mean, which needs no hook.
 
     Args:
         hook: a short name, a `CommHook`, a pair ``(state, function)``, or None for the plain mean.
@@ -23,17 +23,18 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
         ValueError: an unknown short name; the message lists the known ones.
     """
     if hook is None or isinstance(hook, CommHook):
-        return hook
+        return None if hook is None or hook.is_plain_mean else hook
     if isinstance(hook, str):
         if hook not in SHORT_NAMES:
             raise ValueError(f"Unknown communication hook {hook!r}; known names: {', '.join(sorted(SHORT_NAMES))}.")
         return SHORT_NAMES[hook]()
-    if isinstance(hook, (tuple, list)) and len(hook) == 2:
-        state, function = hook
+    pair: Any = hook  # of two: the type does not say so of a list
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
+        state, function = pair
         if not callable(function) and callable(state):
             raise TypeError("Expected a pair (state, hook); the callable comes second.")
         return TorchHook(hook=function, state=state)
     raise TypeError(
         "Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got "
-        f"{type(hook).__name__}{'; wrap a function as (None, function)' if callable(hook) else ''}."
+        f"{type(pair).__name__}{'; wrap a function as (None, function)' if callable(pair) else ''}."
     )

@@ -1,0 +1,263 @@
+"""Gradients travel in 16 bits: the mean, or any other hook, in float16 or bfloat16."""
+
+# No postponed annotations: torch's DDP looks at those of the functions when it is given one.
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.allreduce import AllReduce, narrower, scale_into
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, HookFunction, Phases, hook_name
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike, resolve_hook
+from lightning_ddp_hooks.hooks.workspace import Workspace
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+_DTYPES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Cast(CommHook):
+    """Send in 16 bits what another hook sends in 32.
+
+    The mean (no ``inner``) divides before it casts, so that float16 cannot overflow in the sum. `PowerSGD` sends its
+    factors in 16 bits and keeps what the rounding lost in its error memory; any other hook is handed a bucket in 16
+    bits. Gradients that have 16 bits already are left as they are.
+
+    Wire: half of ``inner``'s; 2 bytes per element for the mean.
+
+    Args:
+        inner: the hook whose messages are to be shorter: a short name, a `CommHook`, a pair ``(state, hook)``, or
+            None for the mean.
+        dtype: ``"float16"``, ``"bfloat16"`` or the ``torch.dtype``. float16 rounds to 11 bits and overflows at 65504,
+            bfloat16 to 8 bits with float32's range.
+        accumulate: ``"wire"`` sums in ``dtype``, which rounds once for each rank. ``"float32"`` sends each part to one
+            rank, which sums in float32, and gathers the results: two roundings in all, for any number of ranks, and the
+            same volume. For the mean only.
+
+    Raises:
+        TypeError: ``inner`` is nothing that can be a hook, or ``dtype`` is neither name nor dtype.
+        ValueError: another dtype, another value of ``accumulate``, or ``accumulate="float32"`` with an inner hook.
+
+    Example:
+        >>> Trainer(strategy=DDPHooksStrategy(comm_hook=Cast(PowerSGD(rank=2), "bfloat16")))
+    """
+
+    inner: HookLike | None = None
+    dtype: str | torch.dtype = "bfloat16"
+    _: KW_ONLY
+    accumulate: Literal["wire", "float32"] = "wire"
+
+    def __post_init__(self) -> None:
+        """Check all settings."""
+        _wire_dtype(self.dtype)
+        declared = resolve_hook(self.inner)
+        if self.accumulate not in ("wire", "float32"):
+            raise ValueError(f"Expected `accumulate` to be 'wire' or 'float32', got {self.accumulate!r}.")
+        if self.accumulate == "float32" and not (declared is None or isinstance(declared, AllReduce)):
+            raise ValueError(
+                f"accumulate='float32' replaces the sum of the mean; {type(declared).__name__} has sums of its own. "
+                "Leave `accumulate` at 'wire', or leave out `inner`."
+            )
+
+    def bind(self, context: BindContext) -> BoundHook:
+        """Bind the inner hook, and cast around it if it does not do so itself."""
+        dtype = _wire_dtype(self.dtype)
+        if self.accumulate == "float32":
+            return _BoundFloat32Sum(context, dtype)
+        return bind_for_wire(resolve_hook(self.inner) or AllReduce(), replace(context, wire_dtype=dtype))
+
+
+def bind_for_wire(hook: CommHook, context: BindContext) -> BoundHook:
+    """Bind a hook so that it sends in ``context.wire_dtype``: by itself, or with a cast around it."""
+    bound = hook.bind(context)
+    if context.wire_dtype is None or bound.casts_itself:
+        return bound
+    return _BoundCast(bound, context.wire_dtype)
+
+
+def _wire_dtype(dtype: object) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        found: torch.dtype | None = dtype if dtype in _DTYPES.values() else None
+    elif isinstance(dtype, str):
+        found = _DTYPES.get(dtype.removeprefix("torch."))
+    else:
+        raise TypeError(f"Expected `dtype` to be a name or a torch.dtype, got {type(dtype).__name__}.")
+    if found is None:
+        raise ValueError(f"Expected `dtype` to be 'float16' or 'bfloat16', got {dtype!r}.")
+    return found
+
+
+class _BoundCast(BoundHook):
+    """A bucket in 16 bits for a hook that knows nothing of it; its state is the inner hook's."""
+
+    def __init__(self, inner: BoundHook, dtype: torch.dtype) -> None:
+        self.name = inner.name
+        self.one_at_a_time = inner.one_at_a_time
+        self.takes_divided = inner.takes_divided
+        self._inner = inner
+        self._dtype = dtype
+        self._workspace = Workspace()
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        buffer = bucket.buffer()
+        dtype = narrower(buffer.dtype, self._dtype)
+        if dtype is buffer.dtype:
+            return (yield from self._inner.reduce(bucket))
+        narrow = self._workspace.get(bucket.index(), buffer.numel(), dtype, buffer.device).copy_(buffer)
+        bucket.set_buffer(narrow)
+        result = yield from self._inner.reduce(bucket)
+        buffer.copy_(bucket.buffer() if result is None else result.view(-1))
+        return buffer
+
+    def group_of(self, name: str, param: Tensor) -> object:
+        return self._inner.group_of(name, param)
+
+    def stats(self) -> dict[str, Any]:
+        return self._inner.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+
+class _BoundFloat32Sum(BoundHook):
+    """The mean with messages of 16 bits and sums of 32.
+
+    all ranks' part i --all-to-all--> rank i: sum in float32, divide, round --all-gather--> all ranks
+    """
+
+    name = "Cast"
+
+    def __init__(self, context: BindContext, dtype: torch.dtype) -> None:
+        self._group = context.group
+        self._second_group = context.new_group(context.group)
+        self._dtype = dtype
+        self._world_size = context.world_size
+        self._workspace = Workspace()
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        buffer, world_size = bucket.buffer(), self._world_size
+        dtype = narrower(buffer.dtype, self._dtype)
+        numel = buffer.numel()
+        part = -(-numel // world_size)
+        index, device = bucket.index(), buffer.device
+        sent = self._workspace.get((index, "sent"), part * world_size, dtype, device)
+        received = self._workspace.get((index, "received"), part * world_size, dtype, device)
+        sent[:numel].copy_(buffer)  # undivided: nothing is summed in 16 bits, and small values keep their place
+        sent[numel:].zero_()
+        yield comm.start_all_to_all(received, sent, self._group)
+
+        total = self._workspace.get((index, "sum"), part, torch.promote_types(dtype, torch.float32), device)
+        rows = received.view(world_size, part)
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            total.add_(row)
+        mean = self._workspace.get((index, "mean"), part, dtype, device)
+        scale_into(mean, total, 1.0 / bucket.divisor)
+        yield comm.start_all_gather(sent, mean, self._second_group)
+        buffer.copy_(sent[:numel])
+        return None
+
+
+def fp16_compress_hook(
+    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average in float16, divided before the cast; by torch's contract, for torch's DDP and for our reducer.
+
+    Args:
+        process_group: the ranks; None for all.
+        bucket: the gradients, not divided.
+
+    Example:
+        >>> ddp_model.register_comm_hook(None, fp16_compress_hook)
+    """
+    return _mean_in(torch.float16, process_group, bucket)
+
+
+def bf16_compress_hook(
+    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average in bfloat16; by torch's contract. torch's DDP refuses hooks of this name on gloo, our reducer does not.
+
+    Args:
+        process_group: the ranks; None for all.
+        bucket: the gradients, not divided.
+
+    Example:
+        >>> model.register_comm_hook(None, bf16_compress_hook)
+    """
+    return _mean_in(torch.bfloat16, process_group, bucket)
+
+
+def _mean_in(dtype: torch.dtype, process_group: comm.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
+    group = comm.resolve_group(process_group)
+    divisor = float(getattr(bucket, "divisor", 0) or comm.world_size(group))
+    buffer = bucket.buffer()
+    narrow = torch.empty_like(buffer, dtype=narrower(buffer.dtype, dtype))
+    scale_into(narrow, buffer, 1.0 / divisor)
+    work = comm.all_reduce(narrow, group)
+    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+
+
+def fp16_compress_wrapper(hook: HookFunction) -> HookFunction:
+    """Return ``hook`` with a bucket in float16 around it; by torch's contract.
+
+    Example:
+        >>> ddp_model.register_comm_hook(PowerSGDState(None), fp16_compress_wrapper(powersgd_hook))
+    """
+    return _wrapper(hook, torch.float16)
+
+
+def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
+    """Return ``hook`` with a bucket in bfloat16 around it; by torch's contract.
+
+    Example:
+        >>> ddp_model.register_comm_hook(PowerSGDState(None), bf16_compress_wrapper(powersgd_hook))
+    """
+    return _wrapper(hook, torch.bfloat16)
+
+
+def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
+    def wrapped(state: object, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(narrower(buffer.dtype, dtype)))
+        returned = hook(state, bucket)
+        if isinstance(returned, Tensor):
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer.copy_(returned.view(-1)))
+            return done
+        then: Callable[..., torch.futures.Future[torch.Tensor]] = returned.then
+        return then(lambda future: buffer.copy_(_first(future.value()).view(-1)))
+
+    wrapped.__module__ = getattr(hook, "__module__", __name__)  # it reads the divisor if the hook inside does
+    wrapped.__name__ = f"{str(dtype).removeprefix('torch.')}_{getattr(hook, '__name__', 'hook')}"
+    wrapped.__qualname__ = f"{str(dtype).removeprefix('torch.')}({hook_name(hook)})"
+    return wrapped
+
+
+def _first(value: Any) -> Tensor:
+    tensor: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return tensor
+
+
+def _fp16() -> CommHook:
+    return Cast(dtype="float16")
+
+
+def _bf16() -> CommHook:
+    return Cast(dtype="bfloat16")
+
+
+SHORT_NAMES["fp16"] = _fp16
+SHORT_NAMES["bf16"] = _bf16

@@ -1,0 +1,161 @@
+"""Any of our hooks on torch's own DDP: all phases run inside one call, by torch's contract."""
+
+# No postponed annotations: torch's DDP looks at those of the functions when it is given one.
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.allreduce import AllReduce
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
+from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+
+class TorchDDPState:
+    """The state that `run_on_torch_ddp` takes: a hook, its ranks, and the number of steps so far.
+
+    Args:
+        hook: a short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
+        process_group: the ranks; None for all.
+        module: the module that is trained (not the wrapper). With it state is kept under the names of its parameters;
+            without it under numbers, in the order in which torch hands the parameters out.
+
+    Attributes:
+        hook: the declaration.
+        bound: the hook at work; None before the first bucket.
+        steps: number of backwards so far, which is the hook's clock.
+
+    Example:
+        >>> state = TorchDDPState(PowerSGD(rank=2, start_iter=0), module=model)
+        >>> torch.nn.parallel.DistributedDataParallel(model).register_comm_hook(state, run_on_torch_ddp)
+    """
+
+    def __init__(
+        self,
+        hook: HookLike | None,
+        process_group: comm.ProcessGroup | None = None,
+        *,
+        module: nn.Module | None = None,
+    ) -> None:
+        self.hook: CommHook = resolve_hook(hook) or AllReduce()
+        self.process_group = process_group
+        self.bound: BoundHook | None = None
+        self.steps = 0
+        # Parameters by identity, since torch's buckets do not name them; the value holds the parameter, and so the id.
+        self._names: dict[int, tuple[str, Tensor]] = {}
+        if module is not None:
+            self._names = {id(param): (name, param) for name, param in module.named_parameters()}
+        self._loaded: Mapping[str, Any] | None = None
+
+    def bind(self, params: Iterable[Tensor]) -> BoundHook:
+        """Bind the hook; collective, at the first bucket."""
+        group = comm.resolve_group(self.process_group)
+        known = list(params)
+        context = BindContext(
+            group=group,
+            control_group=comm.new_group(group, cpu=True),
+            names=self.names_of(known),
+            params=known,
+            step=lambda: self.steps,
+            new_group=lambda parent: parent,  # phases run one after the other here, so that one group does for all
+        )
+        self.bound = self.hook.bind(context)
+        if self._loaded is not None:
+            self.bound.load_state_dict(self._loaded)
+        return self.bound
+
+    def names_of(self, params: Iterable[Tensor]) -> tuple[str, ...]:
+        """Return the parameters' names, or numbers given in order of appearance."""
+        return tuple(self._names.setdefault(id(param), (f"parameter {len(self._names)}", param))[0] for param in params)
+
+    def step_ended(self) -> None:
+        """Count a backward; called after its last bucket."""
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on, fit for ``torch.load(..., weights_only=True)``; collective."""
+        return {"steps": self.steps, "hook": self.bound.state_dict() if self.bound is not None else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned, maybe with another number of ranks."""
+        self.steps = int(state["steps"])
+        self._loaded = state["hook"]
+        if self.bound is not None:
+            self.bound.load_state_dict(state["hook"])
+
+
+class _BucketOfTorch(GradBucket):
+    """torch's bucket with the names and the divisor that our hooks look at."""
+
+    __slots__ = ("_inner", "_params")
+
+    def __init__(self, inner: Any, names: tuple[str, ...], params: list[Tensor], divisor: float) -> None:
+        self._inner = inner
+        self._params = params
+        self._replaced: Tensor | None = None
+        self.names = names
+        self.divisor = divisor
+
+    def buffer(self) -> Tensor:
+        buffer: Tensor = self._inner.buffer() if self._replaced is None else self._replaced
+        return buffer
+
+    def gradients(self) -> list[Tensor]:
+        if self._replaced is None:
+            return list(self._inner.gradients())
+        parts = torch.split(self._replaced.view(-1), [param.numel() for param in self._params])
+        return [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._params)
+
+    def index(self) -> int:
+        return int(self._inner.index())
+
+    def is_last(self) -> bool:
+        return bool(self._inner.is_last())
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        self._replaced = tensor
+
+
+def run_on_torch_ddp(state: TorchDDPState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket of torch's DDP with the hook in ``state``, all phases at once; see `TorchDDPState`.
+
+    On the CPU the call returns when the bucket is reduced, so nothing overlaps; on a device the collectives are only
+    queued. Our own reducer, given the declaration, overlaps phases and buckets.
+
+    Args:
+        state: the hook, its ranks and its clock.
+        bucket: the gradients, not divided.
+    """
+    params = list(bucket.parameters())
+    bound = state.bound or state.bind(params)
+    group = comm.resolve_group(state.process_group)
+    names = getattr(bucket, "names", None) or state.names_of(params)
+    divisor = float(getattr(bucket, "divisor", comm.world_size(group)))
+    seen = _BucketOfTorch(bucket, names, params, divisor)
+    result = run_phases(bound, seen)
+    if bucket.is_last():
+        state.step_ended()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+def run_phases(bound: BoundHook, bucket: GradBucket) -> Tensor:
+    """Run all phases of a hook on one bucket, waiting for each; return the reduced values."""
+    if bound.takes_divided:
+        with torch.no_grad():
+            bucket.buffer().mul_(1.0 / bucket.divisor)
+        bucket.divisor = 1.0
+    phases = bound.reduce(bucket)
+    while True:
+        try:
+            with torch.no_grad():
+                next(phases).wait()
+        except StopIteration as end:
+            return bucket.buffer() if end.value is None else end.value

@@ -1,0 +1,200 @@
+"""Global mean first, then the mean of a subgroup only: the gradient side of post-local SGD."""
+
+# No postponed annotations: torch's DDP looks at those of the functions when it is given one.
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(CommHook):
+    """Averages gradients over all ranks until a step, and then over subgroups, or not at all.
+
+    After that step the replicas drift apart; a model averager has to bring them together again now and then::
+
+        DDPHooksStrategy(
+            comm_hook=PostLocalSGD(start_local_sgd_iter=500, subgroup_size=8),
+            averager=PeriodicModelAverager(period=4, warmup_steps=500),
+        )
+
+    Wire bytes per element of a float32 gradient: 8 times ``(n - 1) / n`` as in any ring, with n the number of ranks
+    before that step and the size of the subgroup after it; 0 with ``post_local_gradient_allreduce=False``.
+
+    Args:
+        start_local_sgd_iter: the first step with the subgroup's mean.
+        subgroup_size: ranks of a subgroup, neighbours in the order of ranks; None for the ranks of one host.
+        subgroups: or the ranks of each subgroup, as ``[[0, 2], [1, 3]]``.
+        post_local_gradient_allreduce: False leaves gradients alone after that step: local SGD without subgroups.
+
+    Raises:
+        ValueError: a setting out of range; at setup: a number of ranks that the subgroups do not divide.
+
+    Lin et al., "Don't use large mini-batches, use local SGD", 2020, https://arxiv.org/abs/1808.07217.
+    """
+
+    start_local_sgd_iter: int = 100
+    subgroup_size: int | None = None
+    subgroups: Sequence[Sequence[int]] | None = None
+    post_local_gradient_allreduce: bool = True
+
+    def __post_init__(self) -> None:
+        """Check what does not need the number of ranks."""
+        if self.start_local_sgd_iter < 0:
+            raise ValueError(f"Expected start_local_sgd_iter of at least 0, got {self.start_local_sgd_iter}.")
+        if self.subgroup_size is not None and self.subgroup_size < 1:
+            raise ValueError(f"Expected subgroup_size of at least 1, got {self.subgroup_size}.")
+        if self.subgroup_size is not None and self.subgroups is not None:
+            raise ValueError("Expected subgroup_size or subgroups, got both.")
+        if not self.post_local_gradient_allreduce and (self.subgroup_size or self.subgroups):
+            raise ValueError(
+                "post_local_gradient_allreduce=False means that gradients are not averaged in subgroups; leave out "
+                "subgroup_size and subgroups."
+            )
+
+    def bind(self, context: BindContext) -> BoundHook:
+        """Make the subgroups, on all ranks."""
+        if not self.post_local_gradient_allreduce:
+            return _BoundPostLocalSGD(self.start_local_sgd_iter, context, None)
+        if self.subgroups is not None:
+            parts = check_partition(self.subgroups, context.world_size)
+        elif self.subgroup_size is not None:
+            parts = equal_parts(self.subgroup_size, context.world_size)
+        else:
+            parts = same_host(context.control_group)
+        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, comm.split_group(context.group, parts))
+
+    def wire_bytes(self, numel: int, world_size: int, itemsize: int = 4) -> int:
+        """Return how many bytes a rank sends to others for a bucket of ``numel`` elements.
+
+        Args:
+            numel: elements of the bucket.
+            world_size: number of ranks that average: all of them before the switch, those of the subgroup after it.
+            itemsize: bytes of an element.
+        """
+        return 2 * (world_size - 1) * numel * itemsize // world_size
+
+
+class _BoundPostLocalSGD(BoundHook):
+    name = "PostLocalSGD"
+
+    def __init__(self, start: int, context: BindContext, subgroup: comm.ProcessGroup | None) -> None:
+        self._start = start
+        self._step = context.step
+        self._group = context.group
+        self._world_size = context.world_size
+        self._subgroup = subgroup
+        self._subgroup_size = 1 if subgroup is None else comm.world_size(subgroup)
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        buffer = bucket.buffer()
+        local = self._step() >= self._start
+        group = self._subgroup if local else self._group
+        size = self._subgroup_size if local else self._world_size
+        # A divisor other than the number of ranks means that some of them have no data; their share is taken to be the
+        # same in each subgroup.
+        if group is not None and buffer.numel():
+            buffer.mul_(self._world_size / (bucket.divisor * size))
+            if size > 1:
+                work = comm.all_reduce(buffer, group)
+                yield work
+                work.wait()
+        return None
+
+
+class PostLocalSGDState:
+    """What `post_local_sgd_hook` knows: the groups, and how many steps it has seen.
+
+    Constructing it is collective if ``subgroup`` is None, since the subgroup is made here.
+
+    Args:
+        process_group: the ranks; None for all.
+        subgroup: the ranks to average over after the switch; None for those of one host.
+        start_local_sgd_iter: the first step with the subgroup's mean.
+        post_local_gradient_allreduce: False leaves gradients alone after the switch.
+    """
+
+    def __init__(
+        self,
+        process_group: comm.ProcessGroup | None,
+        subgroup: comm.ProcessGroup | None,
+        start_local_sgd_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        self.process_group = comm.resolve_group(process_group)
+        if subgroup is None and post_local_gradient_allreduce:
+            subgroup = comm.split_group(self.process_group, same_host(self.process_group))
+        self.subgroup = subgroup
+        self.start_local_sgd_iter = start_local_sgd_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average over all ranks until ``state.start_local_sgd_iter``, then over the subgroup; by torch's contract.
+
+    Args:
+        state: the groups and the count of steps; a step ends with its last bucket.
+        bucket: the gradients, not divided.
+
+    Returns:
+        A future of the mean, which lies in the bucket's buffer. See `PostLocalSGD`.
+
+    Example:
+        >>> state = PostLocalSGDState(None, None, start_local_sgd_iter=100)
+        >>> ddp_model.register_comm_hook(state, post_local_sgd_hook)
+    """
+    local = state.iter >= state.start_local_sgd_iter
+    state.iter += bucket.is_last()
+    buffer = bucket.buffer()
+    if local and not state.post_local_gradient_allreduce:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+    group = state.subgroup if local else state.process_group
+    assert group is not None
+    everyone = comm.world_size(state.process_group)
+    divisor = float(getattr(bucket, "divisor", everyone))  # our buckets tell, torch's do not
+    buffer.mul_(everyone / (divisor * comm.world_size(group)))
+    return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
+
+
+def equal_parts(size: int, world_size: int) -> list[list[int]]:
+    """Split ``world_size`` ranks into runs of ``size`` neighbours.
+
+    Raises:
+        ValueError: ``size`` does not divide ``world_size``.
+    """
+    if world_size % size:
+        raise ValueError(
+            f"Expected a subgroup_size that divides the number of ranks: {world_size} ranks cannot be split into "
+            f"subgroups of {size}."
+        )
+    return [list(range(start, start + size)) for start in range(0, world_size, size)]
+
+
+def check_partition(subgroups: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
+    """Return the subgroups as lists.
+
+    Raises:
+        ValueError: they do not name each of ``world_size`` ranks once.
+    """
+    parts = [list(part) for part in subgroups]
+    if sorted(rank for part in parts for rank in part) != list(range(world_size)) or not all(parts):
+        raise ValueError(f"Expected subgroups that name each of the ranks 0 to {world_size - 1} once, got {parts}.")
+    return parts
+
+
+def same_host(group: comm.ProcessGroup) -> list[list[int]]:
+    """Split the ranks of the group by the host that they run on; collective."""
+    hosts = comm.all_gather_object(socket.gethostname(), group)
+    return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
+
+
+SHORT_NAMES["post_local_sgd"] = PostLocalSGD

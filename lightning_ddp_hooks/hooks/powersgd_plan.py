@@ -1,0 +1,244 @@
+"""What PowerSGD keeps for one bucket: which matrices it has, the memory of their factors, and the messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks._compat import foreach_copy_
+from lightning_ddp_hooks.hooks.error_memory import residual_dtype
+from lightning_ddp_hooks.hooks.low_rank import (
+    MatrixBatch,
+    MatrixSlot,
+    Rows,
+    gaps,
+    left_blocks,
+    make_batches,
+    orthonormalize_,
+    random_rows,
+    write_rest,
+)
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+# Far below the rounding of a row of length one.
+_TINY = 1e-20
+
+
+class Finite:
+    """Whether a step's values are finite on all ranks: known to the host on the CPU, a tensor on a device.
+
+    What is summed over the ranks is the same on all of them, so they agree without asking.
+
+    Args:
+        summed: what all ranks have the same of.
+        before: what was found out earlier in the step.
+        ask: let the host look.
+    """
+
+    def __init__(self, summed: Tensor, before: Finite | None = None, *, ask: bool) -> None:
+        flag = torch.isfinite(summed.sum())
+        if before is not None and before.flag is not None:
+            flag &= before.flag
+        self.flag: Tensor | None = None if ask else flag
+        self.known_false = ask and not bool(flag)
+
+    def suppress_(self, tensor: Tensor) -> None:
+        """Make ``tensor`` zero if the step is not finite."""
+        self._fill_(tensor, 0.0)
+
+    def poison_(self, tensor: Tensor) -> None:
+        """Make ``tensor`` NaN if the step is not finite."""
+        self._fill_(tensor, math.nan)
+
+    def _fill_(self, tensor: Tensor, value: float) -> None:
+        if self.flag is not None:
+            tensor.masked_fill_(~self.flag, value)
+        elif self.known_false:
+            tensor.fill_(value)
+
+    def keep_rest_(self, error: Tensor, matrix: Tensor, left: Tensor, right: Tensor) -> None:
+        """Write ``matrix - left.T @ right`` into ``error`` if the step is finite."""
+        if self.flag is not None:  # the factors are zero if it is not
+            self.copy_(error, matrix)
+            error.baddbmm_(left.transpose(1, 2), right, alpha=-1)
+        elif not self.known_false:
+            write_rest(error, matrix, left, right)
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Copy if the step is finite."""
+        if self.flag is not None:
+            torch.where(self.flag, source, target, out=target)
+        elif not self.known_false:
+            target.copy_(source)
+
+
+class Plan:
+    """What a bucket's parameters make of the algorithm: which matrices, and the flat memory of their factors.
+
+    Rebuilt when other parameters lie in the bucket.
+    """
+
+    def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], config: PowerSGD, wire_dtype: torch.dtype) -> None:
+        buffer = bucket.buffer()
+        self.names = bucket.names
+        self.numel = buffer.numel()
+        self.ask = not buffer.is_cuda  # on a device the host would have to wait for the answer
+        self.batches: list[MatrixBatch] = make_batches(slots, batched=config.batch_same_shape)
+        ordered = [slot for batch in self.batches for slot in batch.slots]
+        self._slots = ordered
+        self._gaps = gaps(slots, self.numel)
+        dense_numel = sum(count * length for _, count, length, _ in self._gaps)
+        left_numel = sum(slot.rank * slot.left for slot in ordered)
+        right_numel = sum(slot.rank * slot.right for slot in ordered)
+        self.compressed_numel = left_numel + right_numel + dense_numel
+
+        # float16 and bfloat16 gradients are worked on in float32, in a copy.
+        self._dtype, self._device = residual_dtype(buffer.dtype), buffer.device
+        self._work = None if buffer.dtype is self._dtype else self._new(self.numel)
+        self._buffer = buffer
+        self._views: dict[str, tuple[int, list[Tensor]]] = {}
+        if not slots:
+            return
+
+        # First message: left factors | dense.
+        self._first = self._new(left_numel + dense_numel)
+        self.left = self._first[:left_numel]
+        pieces = torch.split(self._first[left_numel:], [count * length for _, count, length, _ in self._gaps])
+        self._dense = [
+            piece.view(count, length) for piece, (_, count, length, _) in zip(pieces, self._gaps, strict=True)
+        ]
+        # Second message: right factors. The own ones are needed for the error after the sum.
+        self.own_right = self._new(right_numel)
+        self.sum_right = self._new(right_numel)
+        self._right = self._new(right_numel)
+        self._fresh = self._new(right_numel)
+        self._narrow = None
+        if wire_dtype.itemsize < self._dtype.itemsize:
+            self._narrow = (
+                torch.empty(self._first.numel(), dtype=wire_dtype, device=self._device),
+                torch.empty(right_numel, dtype=wire_dtype, device=self._device),
+            )
+        self._rows = Rows([slot.right for slot in ordered for _ in range(slot.rank)], self._device)
+        self._left_blocks = list(left_blocks(self.batches, self.left))
+        ranks = {slot.rank for slot in ordered}
+        self._left_rows = Rows([slot.left for slot in ordered], self._device) if ranks == {1} else None
+
+    def _new(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._dtype, device=self._device)
+
+    def adopt(self, known: dict[str, Tensor], seed: int) -> None:
+        """Begin with right factors of ``known`` where they fit, with random ones elsewhere; put ours into it."""
+        offset = 0
+        for slot in self._slots:
+            shape = (slot.rank, slot.right)
+            part = slice(offset, offset + slot.rank * slot.right)
+            offset = part.stop
+            fresh, factor = self._fresh[part].view(shape), self._right[part].view(shape)
+            fresh.copy_(random_rows(slot.key, slot.rank, slot.right, seed, self._dtype))
+            before = known.get(slot.key)
+            factor.copy_(before if before is not None and before.shape == shape else fresh)
+            known[slot.key] = factor
+        if self._slots:
+            self._rows.normalize_(self._fresh)
+
+    def begin(self, buffer: Tensor) -> list[Tensor]:
+        """Return the matrices of the bucket, one tensor for each batch."""
+        self._buffer = buffer
+        if self._work is None:
+            return self.views(buffer, "gradient")
+        self._work.copy_(buffer)
+        return self.views(self._work, "gradient")
+
+    def views(self, flat: Tensor, use: str) -> list[Tensor]:
+        """Return the matrices within ``flat``; made anew only when it is another tensor than in the last step."""
+        return self._same_views(flat, use, lambda: [batch.view(flat) for batch in self.batches])
+
+    def _dense_views(self, flat: Tensor) -> list[Tensor]:
+        start = flat.storage_offset()
+        return self._same_views(
+            flat,
+            "dense",
+            lambda: [
+                flat.as_strided((count, length), (distance, 1), start + offset)
+                for offset, count, length, distance in self._gaps
+            ],
+        )
+
+    def _same_views(self, flat: Tensor, use: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        known = self._views.get(use)
+        if known is None or known[0] != flat.data_ptr():
+            known = self._views[use] = (flat.data_ptr(), make())
+        return known[1]
+
+    def starting_right(self, *, warm: bool, seed: int, step: int) -> Tensor:
+        """Return right factors with rows of length one to begin the step with."""
+        start = self.own_right  # free until the second phase
+        if warm:
+            start.copy_(self._right)
+            self._rows.normalize_or_replace_(start, self._fresh)
+            # No element is exactly zero, so that each element of the matrix counts: one that is not finite shows.
+            start.add_(_TINY)
+        else:
+            drawn = [
+                random_rows(f"{step} {slot.key}", slot.rank, slot.right, seed, self._dtype) for slot in self._slots
+            ]
+            start.copy_(torch.cat([rows.view(-1) for rows in drawn]))
+            self._rows.normalize_(start)
+        return start
+
+    def pack_first(self, scale: float) -> Tensor:
+        """Return the first message."""
+        flat = self._buffer if self._work is None else self._work
+        if self._dense:
+            foreach_copy_(self._dense, self._dense_views(flat))
+            self._first[self.left.numel() :].mul_(scale)
+        if self._narrow is None:
+            return self._first
+        return self._narrow[0].copy_(self._first)
+
+    def unpack_first(self) -> Finite:
+        """Take up the sum of the first messages; tell whether all was finite."""
+        if self._narrow is not None:
+            self._first.copy_(self._narrow[0])
+        return Finite(self._first, ask=self.ask)
+
+    def orthonormalize(self, epsilon: float) -> None:
+        """Make the left factors orthonormal."""
+        if self._left_rows is not None:
+            self._left_rows.normalize_(self.left, epsilon)
+            return
+        for block in self._left_blocks:
+            orthonormalize_(block, epsilon)
+
+    def pack_second(self) -> Tensor:
+        """Return the second message."""
+        if self._narrow is None:
+            return self.sum_right.copy_(self.own_right)
+        narrow = self._narrow[1].copy_(self.own_right)
+        self.own_right.copy_(narrow)  # what was lost in rounding has not been sent and belongs to the error
+        return narrow
+
+    def unpack_second(self, scale: float, before: Finite) -> Finite:
+        """Take up the mean of the second messages, and keep it for the next step if it is finite."""
+        if self._narrow is not None:
+            self.sum_right.copy_(self._narrow[1])
+        self.sum_right.mul_(scale)
+        finite = Finite(self.sum_right, before, ask=self.ask)
+        finite.copy_(self._right, self.sum_right)
+        finite.suppress_(self.own_right)  # own or summed: a float16 message may overflow on some rank only
+        finite.poison_(self.sum_right)
+        return finite
+
+    def end(self, *, poison: bool = False) -> None:
+        """Write what is not in the buffer yet: the dense part, and all of it if the work was done in a copy."""
+        flat = self._buffer if self._work is None else self._work
+        if poison:
+            flat.fill_(math.nan)
+        elif self._dense:
+            foreach_copy_(self._dense_views(flat), self._dense)
+        if self._work is not None:
+            self._buffer.copy_(self._work)

@@ -1,0 +1,116 @@
+"""What a rank did not send on of the sums that it makes: the second residual of two-sided error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.chunks import Chunks
+from lightning_ddp_hooks.hooks.state import mean_over_ranks
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+
+@dataclass
+class _Owed:
+    """What a rank has not sent on of the sum of its chunk of one bucket."""
+
+    names: tuple[str, ...]
+    slots: list[tuple[str, int, int]]  # name, offset in the bucket, length
+    start: int  # of the chunk in the bucket
+    residual: Tensor
+
+    def pieces(self) -> Iterator[tuple[str, int, int, Tensor]]:
+        """Yield for each parameter its name, its length, where in it a piece of the residual belongs, and the piece."""
+        for name, offset, numel in self.slots:
+            first = max(offset, self.start)
+            last = max(first, min(offset + numel, self.start + self.residual.numel()))
+            yield name, numel, first - offset, self.residual[first - self.start : last - self.start]
+
+
+class ServerMemory:
+    """The residuals of the second stage: for each bucket that of this rank's chunk, in the units of the sum."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._owed: dict[int, _Owed] = {}
+        # Pieces of parameters whose bucket is gone: name -> (length, [(where, piece)]). All ranks have the same names.
+        self._homeless: dict[str, tuple[int, list[tuple[int, Tensor]]]] = {}
+        # Residuals from a checkpoint, whole and in the units of the mean, until their bucket asks for them.
+        self._loaded: dict[str, Tensor] = {}
+
+    def of(self, bucket: GradBucket, chunks: Chunks, worker_residual: Tensor) -> Tensor:
+        """Return the residual of this rank's chunk; what is written into it is kept.
+
+        Args:
+            bucket: whose chunk.
+            chunks: how the bucket is cut.
+            worker_residual: of the bucket in the first stage; gets what is left of buckets that are gone.
+        """
+        known = self._owed.get(bucket.index())
+        if known is not None and known.names == bucket.names:
+            return known.residual
+        gone = set(bucket.names)
+        for index, owed in list(self._owed.items()):
+            if index == bucket.index() or gone.intersection(owed.names):
+                self._retire(self._owed.pop(index))
+        fresh = _Owed(
+            bucket.names,
+            list(_slots(bucket)),
+            chunks.start(self._rank),
+            torch.zeros(chunks.count(self._rank), device=worker_residual.device),
+        )
+        for name, numel, where, piece in fresh.pieces():
+            loaded = self._loaded.pop(name, None)
+            if loaded is not None:
+                if loaded.numel() != numel:
+                    raise ValueError(
+                        f"Expected a residual of {numel} elements for parameter {name!r}, "
+                        f"found {loaded.numel()} in the checkpoint."
+                    )
+                piece.copy_(loaded[where : where + piece.numel()]).mul_(self._world_size)
+        for name, offset, _ in fresh.slots:
+            for where, piece in self._homeless.pop(name, (0, []))[1]:
+                begin = offset + where
+                worker_residual[begin : begin + piece.numel()].add_(piece)
+        self._owed[bucket.index()] = fresh
+        return fresh.residual
+
+    def _retire(self, owed: _Owed) -> None:
+        for name, numel, where, piece in owed.pieces():
+            pieces = self._homeless.setdefault(name, (numel, []))[1]
+            if piece.numel():
+                pieces.append((where, piece))
+
+    def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
+        """Return the residuals of all ranks put together, by name, in the units of the mean; collective."""
+        whole: dict[str, Tensor] = {}
+        for owed in self._owed.values():
+            for name, numel, where, piece in owed.pieces():
+                whole[name] = torch.zeros(numel)
+                whole[name][where : where + piece.numel()] = piece
+        for name, (numel, pieces) in self._homeless.items():
+            whole[name] = torch.zeros(numel)
+            for where, piece in pieces:
+                whole[name][where : where + piece.numel()] += piece.cpu()
+        means = mean_over_ranks(whole, control_group)
+        return {**{name: value.clone() for name, value in self._loaded.items()}, **means}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self._owed.clear()
+        self._homeless.clear()
+        self._loaded = {name: value.detach().clone().view(-1) for name, value in state.items()}
+
+
+def _slots(bucket: GradBucket) -> Iterator[tuple[str, int, int]]:
+    """Yield name, offset in the buffer and length of each parameter."""
+    offset = 0
+    for name, param in zip(bucket.names, bucket.parameters(), strict=True):
+        numel = param.numel() * (2 if param.is_complex() else 1)
+        yield name, offset, numel
+        offset += numel

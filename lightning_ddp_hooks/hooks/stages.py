@@ -1,0 +1,218 @@
+"""The arithmetic of the two stages: what a rank does before, between and after the two collectives."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks.hooks.carry_over import CarryOver
+from lightning_ddp_hooks.hooks.chunks import Chunks, Message
+from lightning_ddp_hooks.hooks.kernels import BlockCodec
+from lightning_ddp_hooks.reducer.native import build
+
+
+class StageBuffers:
+    """The messages of one bucket, and the sum that this rank makes.
+
+    ``received`` serves both stages: once the sum is made, what it was made of is not needed any more.
+    """
+
+    def __init__(self, chunks: Chunks, codec: BlockCodec, device: torch.device) -> None:
+        self.chunks = chunks
+        self.sent = Message(chunks, codec, chunks.world_size, device)
+        self.received = Message(chunks, codec, chunks.world_size, device)
+        self.answer = Message(chunks, codec, 1, device)
+        self.sum = torch.empty(1, chunks.blocks, chunks.block, device=device)
+
+
+class Residuals(NamedTuple):
+    """What was not sent before: of this rank's bucket, and of the sum of its chunk without the padding."""
+
+    worker: Tensor
+    server: Tensor
+
+
+class Stages(Protocol):
+    """The three steps; `TorchStages` says what each computes."""
+
+    def encode(
+        self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
+    ) -> None:
+        """Quantise the bucket into ``buffers.sent``."""
+        ...
+
+    def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
+        """Sum what ``buffers.received`` holds into ``buffers.sum``, and quantise that into ``buffers.answer``."""
+        ...
+
+    def finish(
+        self,
+        buffers: StageBuffers,
+        rank: int,
+        gradient: Tensor,
+        factor: float,
+        residuals: Residuals | None,
+        carry: CarryOver,
+    ) -> None:
+        """Bring the residuals up to date, and overwrite ``gradient`` with ``factor`` times all sums."""
+        ...
+
+
+class TorchStages:
+    """The stages in torch operations: on any device, for any dtype, with or without noise.
+
+    Args:
+        codec: how blocks become bytes.
+    """
+
+    def __init__(self, codec: BlockCodec) -> None:
+        self._codec = codec
+        self._scratch: dict[torch.device, Tensor] = {}
+
+    def encode(
+        self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
+    ) -> None:
+        """Quantise gradient + residual."""
+        numel = buffers.chunks.numel
+        values = self._values(buffers)
+        flat = values.view(-1)
+        if residuals is None:
+            flat[:numel].copy_(gradient)
+        else:
+            torch.add(gradient, residuals.worker, out=flat[:numel])
+        flat[numel:].zero_()
+        self._codec.encode_(values, buffers.sent.scales, buffers.sent.codes, noise=noise, numel=numel)
+
+    def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
+        """Sum in the order of ranks; quantise sum + residual."""
+        count = buffers.chunks.count(rank)
+        values = self._values(buffers)
+        self._codec.decode(buffers.received.scales, buffers.received.codes, values)
+        total = buffers.sum[0].copy_(values[0])
+        for theirs in values[1:]:
+            total.add_(theirs)
+        owing = values[:1].copy_(buffers.sum)
+        flat = owing.view(-1)
+        if residuals is not None:
+            flat[:count].add_(residuals.server)
+        flat[count:].zero_()  # padding may have been decoded to anything: one bit knows no zero
+        self._codec.encode_(owing, buffers.answer.scales, buffers.answer.codes, noise=noise, numel=count)
+
+    def finish(
+        self,
+        buffers: StageBuffers,
+        rank: int,
+        gradient: Tensor,
+        factor: float,
+        residuals: Residuals | None,
+        carry: CarryOver,
+    ) -> None:
+        """Update both residuals if all sums are finite; decode."""
+        numel, count = buffers.chunks.numel, buffers.chunks.count(rank)
+        finite = buffers.received.scales.isfinite().all()  # the same bytes, hence the same answer, on all ranks
+        carry.count(finite)
+        values = self._values(buffers)
+        flat = values.view(-1)
+        if residuals is not None:
+            self._codec.decode(buffers.answer.scales, buffers.answer.codes, values[:1])
+            carry.update(residuals.server, buffers.sum.view(-1)[:count], flat[:count], finite)
+            self._codec.decode(buffers.sent.scales, buffers.sent.codes, values)
+            carry.update(residuals.worker, gradient, flat[:numel], finite)
+        self._codec.decode(buffers.received.scales, buffers.received.codes, values)
+        torch.mul(flat[:numel], factor, out=gradient)
+
+    def _values(self, buffers: StageBuffers) -> Tensor:
+        """Return float32 scratch for the values of a bucket; all buckets share it, so it does not outlive a step."""
+        chunks, device = buffers.chunks, buffers.sum.device
+        needed = chunks.world_size * chunks.chunk
+        scratch = self._scratch.get(device)
+        if scratch is None or scratch.numel() < needed:
+            scratch = self._scratch[device] = torch.empty(needed, device=device)
+        return scratch[:needed].view(chunks.world_size, chunks.blocks, chunks.block)
+
+
+class NativeStages:
+    """The stages in C++, each in one pass over memory: for float32 on the CPU without noise.
+
+    int8 and fp8 give the bits that `TorchStages` gives; with one bit the scales may differ in the last bit, since the
+    magnitudes are added in another order. What is not float32 on the CPU goes to `TorchStages`.
+
+    Args:
+        codec: how blocks become bytes.
+        native: the compiled module.
+    """
+
+    def __init__(self, codec: BlockCodec, native: ModuleType) -> None:
+        self._encode = getattr(native, f"encode_{codec.name}")
+        self._add_up = getattr(native, f"add_up_{codec.name}")
+        self._carry_over = getattr(native, f"carry_over_{codec.name}")
+        self._decode = getattr(native, f"decode_{codec.name}")
+        self._torch = TorchStages(codec)
+
+    def encode(
+        self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
+    ) -> None:
+        """Quantise gradient + residual."""
+        if noise is not None or not _suits(gradient):
+            self._torch.encode(buffers, gradient, residuals, noise)
+            return
+        worker = None if residuals is None else residuals.worker
+        self._encode(gradient, worker, buffers.sent.bytes, buffers.chunks.blocks, buffers.chunks.block)
+
+    def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
+        """Sum in the order of ranks; quantise sum + residual."""
+        if noise is not None or not buffers.sum.is_cpu:
+            self._torch.add_up(buffers, rank, residuals, noise)
+            return
+        server = None if residuals is None else residuals.server
+        chunks = buffers.chunks
+        count = chunks.count(rank)
+        self._add_up(
+            buffers.received.bytes, server, count, buffers.sum, buffers.answer.bytes, chunks.blocks, chunks.block
+        )
+
+    def finish(
+        self,
+        buffers: StageBuffers,
+        rank: int,
+        gradient: Tensor,
+        factor: float,
+        residuals: Residuals | None,
+        carry: CarryOver,
+    ) -> None:
+        """Update both residuals if all sums are finite; decode."""
+        if not _suits(gradient):
+            self._torch.finish(buffers, rank, gradient, factor, residuals, carry)
+            return
+        finite = buffers.received.scales.isfinite().all()
+        carry.count(finite)
+        blocks, block = buffers.chunks.blocks, buffers.chunks.block
+        if residuals is not None and finite:
+            own_sum = buffers.sum.view(-1)[: buffers.chunks.count(rank)]
+            self._carry_over(buffers.answer.bytes, own_sum, residuals.server, blocks, block)
+            self._carry_over(buffers.sent.bytes, gradient, residuals.worker, blocks, block)
+        self._decode(buffers.received.bytes, factor, gradient, blocks, block)
+
+
+def _suits(gradient: Tensor) -> bool:
+    return gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous()
+
+
+def choose_stages(codec: BlockCodec) -> Stages:
+    """Return the stages in C++ if the native module is built, else those in torch. Ranks need not choose alike."""
+    native = _native()
+    return TorchStages(codec) if native is None else NativeStages(codec, native)
+
+
+@cache
+def _native() -> ModuleType | None:
+    if not build.is_built():
+        return None
+    try:
+        return build.load()
+    except ImportError:  # the reducer, which needs it more, says so
+        return None

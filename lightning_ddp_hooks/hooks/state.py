@@ -1,0 +1,116 @@
+"""The form that hook state has in a checkpoint.
+
+[Note: state of hooks] A hook's state consists of tensors, str, int, float, bool, None, list and dict only, so that it
+loads with ``weights_only=True``. It is the same on all ranks and does not depend on their number or on the buckets:
+what a rank has for itself (error memory) is saved once, as the mean over the ranks by name of parameter, and each
+rank starts from the mean. For a linear compressor that changes nothing: what is reduced depends on the sum over the
+ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+
+FORMAT = 1
+"""Version of the form; a checkpoint of a later version is refused."""
+
+# As many elements go through one collective, so that a save needs no second copy of a large model.
+_CHUNK_NUMEL = 1 << 24
+
+
+def tagged(hook: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a hook's state with the hook's name and the version of the form on it."""
+    return {"hook": hook, "format": FORMAT, **content}
+
+
+def untagged(hook: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Check that ``state`` was written by ``hook`` in a form that this version reads; return its content.
+
+    Raises:
+        ValueError: another hook's state, or one of a later version.
+    """
+    found = state.get("hook")
+    if found != hook:
+        raise ValueError(
+            f"Expected the state of communication hook {hook!r}, found that of {found!r}: continue with the hook that "
+            "the checkpoint was written with, or leave its state out."
+        )
+    if int(state.get("format", 0)) > FORMAT:
+        raise ValueError(
+            f"The state of communication hook {hook!r} has format {state['format']}; this version of "
+            f"lightning_ddp_hooks reads formats up to {FORMAT}."
+        )
+    return {key: value for key, value in state.items() if key not in ("hook", "format")}
+
+
+def mean_over_ranks(tensors: Mapping[str, Tensor], group: comm.ProcessGroup) -> dict[str, Tensor]:
+    """Return the mean over the ranks of each tensor, on the CPU; collective.
+
+    Args:
+        tensors: the same names, shapes and dtypes on all ranks; in any order.
+        group: a CPU group.
+    """
+    world_size = comm.world_size(group)
+    means = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in sorted(tensors)}
+    for chunk in _chunks(means):
+        flat = torch.cat([mean.view(-1) for mean in chunk])
+        comm.all_reduce(flat, group).wait()
+        flat.div_(world_size)
+        for mean, part in zip(chunk, torch.split(flat, [mean.numel() for mean in chunk]), strict=True):
+            mean.view(-1).copy_(part)
+    return means
+
+
+def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+    """Put tensors together that go through one collective: of one dtype, and not too many elements."""
+    chunk: list[Tensor] = []
+    for tensor in tensors.values():
+        size = sum(other.numel() for other in chunk)
+        if chunk and (tensor.dtype != chunk[0].dtype or size + tensor.numel() > _CHUNK_NUMEL):
+            yield chunk
+            chunk = []
+        chunk.append(tensor)
+    if chunk:
+        yield chunk
+
+
+def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU of tensors that are the same on all ranks."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def require_plain(value: object, where: str = "state") -> None:
+    """Raise unless ``value`` consists of what a ``weights_only`` checkpoint may hold.
+
+    Raises:
+        TypeError: something else; names where it lies.
+    """
+    if isinstance(value, Mapping) and type(value) is dict:
+        for key, item in value.items():
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"{where} has a key of type {type(key).__name__}; expected str or int.")
+            require_plain(item, f"{where}[{key!r}]")
+    elif type(value) is list:
+        for position, item in enumerate(value):
+            require_plain(item, f"{where}[{position}]")
+    elif value is not None and type(value) not in (Tensor, torch.Tensor, str, int, float, bool):
+        raise TypeError(
+            f"{where} is a {type(value).__name__}; expected a tensor, str, int, float, bool, None, list or dict."
+        )
+
+
+def names_that_differ(expected: Sequence[str], found: Sequence[str]) -> str:
+    """Tell in a message which names are missing and which are too many."""
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    parts = [
+        f"{label} {', '.join(map(repr, names[:4]))}"
+        for label, names in (("missing", missing), ("unknown", extra))
+        if names
+    ]
+    return "; ".join(parts)

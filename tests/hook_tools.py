@@ -1,0 +1,106 @@
+"""A hook without a reducer: buckets made by hand, driven through the pipeline as the reducer drives it."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
+from lightning_ddp_hooks.hooks.pipeline import HookComm
+from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.layout import BucketLayout
+
+
+class Rig:
+    """One rank's end of a hook: ``rig.step([gradient of bucket 0, ...])`` returns what becomes of them."""
+
+    def __init__(self, hook: CommHook, numels: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+        self.params = [torch.zeros(numel, dtype=dtype) for numel in numels]
+        self.names = [f"layer{index}.weight" for index in range(len(numels))]
+        self.now = 0
+        self.group = comm.new_group(comm.resolve_group(None))
+        self.world_size = comm.world_size(self.group)
+        self.bound: BoundHook = hook.bind(
+            BindContext(
+                group=self.group,
+                control_group=comm.new_group(self.group),
+                names=self.names,
+                params=self.params,
+                step=lambda: self.now,
+            )
+        )
+        self.comm = HookComm(self.bound, eager=False)
+        self.delays: random.Random | None = None
+        self.set_layout([[index] for index in range(len(numels))])
+
+    def set_layout(self, layout: Sequence[Sequence[int]]) -> None:
+        self.layout = [list(indices) for indices in layout]
+        self.buckets = [Bucket(BucketLayout.build(indices, self.params), self.params) for indices in self.layout]
+
+    def step(self, gradients: Sequence[Tensor], divisor: float | None = None) -> list[Tensor]:
+        """Reduce gradients, one per parameter, and return them reduced."""
+        pending = []
+        for index, (bucket, indices) in enumerate(zip(self.buckets, self.layout, strict=True)):
+            by = divisor or float(self.world_size)
+            bucket.buffer.copy_(torch.cat([gradients[i].view(-1) for i in indices]))
+            if self.comm.divides:
+                bucket.buffer.div_(by)
+            names = tuple(self.names[i] for i in indices)
+            view = GradBucket(bucket, index, index == len(self.buckets) - 1, names, by)
+            self._pause()
+            pending.append(self.comm.launch(view, bucket))
+        results: list[Tensor | None] = [None] * len(self.params)
+        for task, indices in zip(pending, self.layout, strict=True):
+            self._pause()
+            flat = task.wait()
+            assert flat is not None
+            for i, part in zip(indices, flat.view(-1).split([self.params[i].numel() for i in indices]), strict=True):
+                results[i] = part.clone()
+        self.now += 1
+        return [part for part in results if part is not None]
+
+    def _pause(self) -> None:
+        if self.delays is not None:
+            time.sleep(self.delays.random() * 0.004)
+
+
+def gradients_of(rank: int, step: int, numels: Sequence[int], scale: float = 1.0) -> list[Tensor]:
+    """The gradients that rank ``rank`` has in a step: any rank can compute those of all."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(numel, generator=generator) * scale for numel in numels]
+
+
+def exact_mean(step: int, numels: Sequence[int], world_size: int) -> list[Tensor]:
+    per_rank = [gradients_of(rank, step, numels) for rank in range(world_size)]
+    return [torch.stack([g[i].double() for g in per_rank]).mean(0) for i in range(len(numels))]
+
+
+def count_wire_bytes(action: Callable[[], Any]) -> int:
+    """Run ``action`` and return how many bytes this rank hands to collectives for others, as rings send them."""
+    total = 0
+    world = dist.get_world_size()
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_single")}
+
+    def counting(name: str, factor: float, operand: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal total
+            total += round(factor * args[operand].nbytes)
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    # What a rank sends of a tensor: all-reduce twice (n - 1) / n of it, all-to-all once, all-gather (n - 1) times.
+    dist.all_reduce = counting("all_reduce", 2 * (world - 1) / world, 0)
+    dist.all_to_all_single = counting("all_to_all_single", (world - 1) / world, 1)
+    dist.all_gather_single = counting("all_gather_single", world - 1, 1)
+    try:
+        action()
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return total
