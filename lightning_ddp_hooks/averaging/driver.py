@@ -1,0 +1,207 @@
+"""Drives an averager through a training run; what a strategy or a callback calls, and when.
+
+    setup             Averaging(...)                         collective, once parameters are equal on all ranks
+    restore           load_state_dict(...)                   once the optimizers exist
+    each step         syncs_gradients() -> bool              before the forward
+                      after_step()                           after the optimizers
+    validation        before_eval() ... after_eval()
+    checkpoint        model_state(...), optimizer_state(...), state_dict()
+    end               finish(), close()
+
+All calls are made on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
+from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
+from lightning_ddp_hooks.averaging.optimizer_state import averaged_state_dict
+from lightning_ddp_hooks.averaging.replicas import gather_replicas, restore_replica
+from lightning_ddp_hooks.averaging.swap import ModelSwap
+from lightning_ddp_hooks.hooks.contract import CommHook
+
+STATE_KEY = "lightning_ddp_hooks.averaging"
+"""Where `Averaging.state_dict` lies in a Trainer checkpoint, whether a strategy or a callback wrote it."""
+
+
+class Averaging:
+    """An averager in a training run.
+
+    Args:
+        averager: what the user declared.
+        module: the model; its parameters must be equal on all ranks now.
+        optimizers: returns the optimizers that train it.
+        group: the ranks; None for all. The averager makes groups of its own from it.
+        hook: what averages gradients, to be checked against the averager.
+        before_eval: put the averaged model in place for evaluation.
+        save_replicas: save each rank's own model and optimizer state in checkpoints.
+
+    Raises:
+        ValueError: the averager does not fit the number of ranks or the hook.
+    """
+
+    def __init__(
+        self,
+        averager: ModelAverager,
+        module: nn.Module,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        group: comm.ProcessGroup | None = None,
+        *,
+        hook: CommHook | None = None,
+        before_eval: bool = True,
+        save_replicas: bool = True,
+    ) -> None:
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
+        self._module = module
+        self._optimizers = optimizers
+        self._before_eval = before_eval
+        self._save_replicas = save_replicas
+        self._hook_follows_schedule = hook_follows_schedule(averager, hook)
+        parent = comm.resolve_group(group)
+        self._control_group = comm.new_group(parent, cpu=True)
+        named = list(module.named_parameters())
+        self.bound = averager.bind(
+            AveragingContext(
+                group=parent,
+                control_group=self._control_group,
+                names=[name for name, _ in named],
+                params=[param for _, param in named],
+                buffers=lambda: list(module.buffers()),
+                optimizers=optimizers,
+            )
+        )
+        self._swap: ModelSwap | None = None
+
+    # ------------------------------------------------------------------ each step
+
+    @property
+    def step(self) -> int:
+        """The number of the next step, from 0."""
+        return self.bound.step
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks have trained for themselves; before, there is nothing to average, swap or save."""
+        return self.bound.step > self.bound.settings.warmup_steps
+
+    def syncs_gradients(self) -> bool:
+        """Tell whether the gradients of the coming step go through the reducer, or stay as each rank has them."""
+        return self._hook_follows_schedule or self.bound.syncs_gradients(self.bound.step)
+
+    def broadcasts_buffers(self) -> bool:
+        """Tell whether buffers may be taken from rank 0 before the coming step; later they are each replica's own."""
+        return self.bound.syncs_gradients(self.bound.step)
+
+    def after_step(self) -> None:
+        """Count a training step, and average if it is due; once for each step, also one that a GradScaler skipped."""
+        assert self._swap is None, "after_eval() comes before the next step"
+        self.bound.average_parameters()
+
+    # ------------------------------------------------------------------ evaluation
+
+    def before_eval(self) -> None:
+        """Put the averaged (with DiLoCo: the global) model into the module."""
+        if self._before_eval and self._swap is None and not self.bound.replicas_equal:
+            self._swap = ModelSwap(self.bound)
+
+    def after_eval(self) -> None:
+        """Put the replica back."""
+        if self._swap is not None:
+            self._swap.undo()
+            self._swap = None
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @torch.no_grad()
+    def model_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a module's ``state_dict`` with the averaged model in it; the module stays as it is.
+
+        Args:
+            state_dict: whose values share memory with the module, as ``module.state_dict()`` returns it; any keys.
+        """
+        if self.bound.replicas_equal or self._swap is not None:  # the module holds the averaged model
+            return dict(state_dict)
+        live = self.bound.model_tensors()
+        means = [torch.empty_like(tensor) for tensor in live]
+        self.bound.average_into(means)
+        # Found by place in memory: a module may name its entries as it likes, and tied weights have several names.
+        by_place = {_place(tensor): mean.detach() for tensor, mean in zip(live, means, strict=True) if tensor.numel()}
+        return {
+            key: by_place.get(_place(value), value) if isinstance(value, Tensor) else value
+            for key, value in state_dict.items()
+        }
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an inner optimizer's ``state_dict``, averaged once ranks have trained for themselves."""
+        if not self.is_local:
+            return optimizer.state_dict()
+        return averaged_state_dict(optimizer, self.bound.group, self._control_group)
+
+    def state_dict(self, *, with_replicas: bool = True) -> dict[str, Any]:
+        """Return the averager's state and the replicas, for the checkpoint that rank 0 writes.
+
+        It consists of tensors, str, int, float, bool, None, list and dict only. Other ranks lack the replicas.
+
+        Args:
+            with_replicas: False leaves them out whatever the setting is (after the end, when they are equal).
+        """
+        replicas = None
+        if with_replicas and self._save_replicas and self.is_local:
+            # What has never been trainable is the same everywhere, and lies in the model's own state.
+            trained = {id(param) for param in self.bound.trainable_params()}
+            replicas = gather_replicas(
+                {name: param for name, param in self._module.named_parameters() if id(param) in trained},
+                dict(self._module.named_buffers()),
+                self._optimizers(),
+                self._control_group,
+                own_value=(lambda tensor: tensor) if self._swap is None else self._swap.own_value,
+            )
+        return {
+            "averager": self.bound.state_dict(),
+            "replicas_equal": self.bound.replicas_equal,
+            "replicas": replicas,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, whose model and optimizer state have been loaded already.
+
+        At the same number of ranks each rank goes on as it was. At another one, or without replicas, all start from the
+        averaged model.
+        """
+        self.bound.load_state_dict(state["averager"])
+        replicas = state.get("replicas")
+        self.bound.replicas_equal = True
+        group = self.bound.group
+        if replicas is not None and int(replicas["world_size"]) == comm.world_size(group):
+            restore_replica(
+                replicas["ranks"][comm.rank(group)],
+                dict(self._module.named_parameters()),
+                dict(self._module.named_buffers()),
+                self._optimizers(),
+            )
+            self.bound.replicas_equal = bool(state["replicas_equal"])
+
+    # ------------------------------------------------------------------ end
+
+    def finish(self) -> None:
+        """End training: every rank gets the averaged model for good."""
+        self.after_eval()
+        self.bound.finish()
+
+    def close(self) -> None:
+        """Free the groups; not after an error, when other ranks may be stuck."""
+        self.bound.close()
+        comm.destroy_group(self._control_group)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())

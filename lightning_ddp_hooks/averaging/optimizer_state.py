@@ -1,0 +1,77 @@
+"""The mean of optimizer state over ranks: momenta and the like.
+
+Averaged is every floating-point tensor of an optimizer's state that all ranks have. Counters ("step", scalars) and what
+only some ranks have (a parameter that was never used on one of them) stay as each rank has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.flat import FlatMean
+
+Entry = tuple[int, str]
+"""A parameter's position in the optimizer, and the name of a tensor in its state."""
+
+
+def average_optimizer_state(optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup) -> None:
+    """Average an optimizer's state over ``group``, in place; collective over ``control_group``.
+
+    Args:
+        optimizer: on each rank one for the same parameters.
+        group: the ranks to average over.
+        control_group: a CPU group over all ranks.
+    """
+    tensors = [optimizer.state[param][key] for param, key in _shared(optimizer, control_group).values()]
+    FlatMean(tensors).run(group)
+
+
+def averaged_state_dict(
+    optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup
+) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with its state averaged over ``group``; the optimizer stays as it is."""
+    shared = _shared(optimizer, control_group)
+    tensors = [optimizer.state[param][key] for param, key in shared.values()]
+    means = [torch.empty_like(tensor) for tensor in tensors]
+    FlatMean(tensors).run(group, means)
+    result = optimizer.state_dict()
+    # `state_dict` shares the inner dicts with the optimizer: copy before writing.
+    result["state"] = {position: dict(entries) for position, entries in result["state"].items()}
+    for (position, key), mean in zip(shared, means, strict=True):
+        result["state"][position][key] = mean
+    return result
+
+
+def optimizer_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[Entry, tuple[nn.Parameter, str]]:
+    """Find the entries that all ranks have, in the same order on all."""
+    own: dict[Entry, tuple[nn.Parameter, str]] = {}
+    shapes: dict[Entry, list[int]] = {}
+    for position, param in enumerate(optimizer_params(optimizer)):
+        for key in sorted(optimizer.state.get(param, {}), key=str):
+            value = optimizer.state[param][key]
+            if _is_averaged(str(key), value, param):
+                own[position, str(key)] = (param, key)
+                shapes[position, str(key)] = list(value.shape)
+    everyones = comm.all_gather_object(shapes, control_group)
+    return {
+        entry: where for entry, where in own.items() if all(theirs.get(entry) == shapes[entry] for theirs in everyones)
+    }
+
+
+def _is_averaged(key: str, value: object, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or key == "step" or value.device != param.device:
+        return False
+    counts = value.dim() == 0 and param.dim() > 0
+    return (value.is_floating_point() or value.is_complex()) and not counts

@@ -1,0 +1,84 @@
+"""Outer parameters: the copy of the model that the replicas start from after each averaging.
+
+SlowMo and DiLoCo train it with a rule of their own: what the replicas have moved away from it, on average, is its
+gradient. It is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_hooks.averaging.flat import wire_dtype
+
+
+class OuterModel:
+    """Copies of parameters, by position; a parameter gets one once the ranks agree on its value.
+
+    float16 and bfloat16 parameters have float32 copies, since outer steps are small.
+
+    Args:
+        names: of the parameters.
+        params: the parameters.
+        device: where the copies live; None for where the parameters live.
+    """
+
+    def __init__(
+        self, names: Sequence[str], params: Sequence[nn.Parameter], device: torch.device | None = None
+    ) -> None:
+        self._names = list(names)
+        self._params = list(params)
+        self._device = device
+        self.values: dict[int, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def begin(self, indices: Iterable[int]) -> None:
+        """Take the parameters' present values, which must be the same on all ranks."""
+        for index in indices:
+            self._set(index, self._params[index])
+
+    @torch.no_grad()
+    def write(self, index: int, keep: float = 0.0) -> None:
+        """Write a copy into its parameter.
+
+        Args:
+            index: of the parameter.
+            keep: the share of the parameter's own value in the result.
+        """
+        param, value = self._params[index], self.values[index].detach()
+        if keep == 0.0:
+            param.copy_(value)
+        else:
+            param.copy_(torch.lerp(value.to(param.device), param.to(value.dtype), keep))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies on the CPU, by name."""
+        return {self._names[i]: value.detach().to("cpu", copy=True) for i, value in sorted(self.values.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned.
+
+        Raises:
+            ValueError: an unknown name, or another shape.
+        """
+        positions = {name: index for index, name in enumerate(self._names)}
+        self.values.clear()
+        for name, value in state.items():
+            if name not in positions:
+                raise ValueError(f"The checkpoint holds an outer parameter {name!r} that the model does not have.")
+            param = self._params[positions[name]]
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"Expected shape {list(param.shape)} for outer parameter {name!r}, found {list(value.shape)}."
+                )
+            self._set(positions[name], value)
+
+    def _set(self, index: int, value: Tensor) -> None:
+        param = self._params[index]
+        dtype = param.dtype if param.is_complex() else wire_dtype(param.dtype)
+        # Strides are kept, so that a step over parameter and copy runs through memory once.
+        copy = torch.empty_like(param, dtype=dtype, device=self._device or param.device).copy_(value.detach())
+        self.values[index] = nn.Parameter(copy)

@@ -1,0 +1,5 @@
+"""Callbacks for the Trainer."""
+
+from lightning_ddp_hooks.callbacks.model_averaging import ModelAveraging
+
+__all__ = ["ModelAveraging"]

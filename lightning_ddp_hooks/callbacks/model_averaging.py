@@ -1,0 +1,205 @@
+"""Model averaging by a callback: for runs that use our strategy, and for those that keep ``strategy="ddp"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
+from lightning_ddp_hooks.averaging.found_inf import agree_on_found_inf
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch.optim import Optimizer
+
+
+class ModelAveraging(Callback):
+    """Averages the model in a run that uses `DDPHooksStrategy` or Lightning's plain ``"ddp"``.
+
+    With our strategy it is the same as ``DDPHooksStrategy(averager=...)``. With plain ``ddp`` the callback also stops
+    the exchange of gradients after the averager's warm-up, puts the averaged model in place for validation and into
+    checkpoints, and lets ranks agree on an Inf that a GradScaler has found.
+
+    Limits on plain ``ddp``, which our strategy does not have: automatic optimisation only; a checkpoint with
+    ``save_weights_only=True`` does not pass the callback and holds the model of rank 0.
+
+    Args:
+        averager: what averages, and when.
+        average_before_eval: put the averaged model in place for validation.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly.
+
+    Raises:
+        TypeError: ``averager`` is not a `ModelAverager`.
+        ValueError: at setup: another strategy, manual optimisation on plain ``ddp``, or an averager set elsewhere too.
+
+    Example:
+        >>> Trainer(strategy="ddp", callbacks=[ModelAveraging(PeriodicModelAverager(period=8, warmup_steps=500))])
+    """
+
+    def __init__(
+        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
+    ) -> None:
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
+        self.averager = averager
+        self._before_eval = average_before_eval
+        self._save_replicas = save_replicas
+        self._averaging: Averaging | None = None
+        self._final: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._steps_seen = 0
+        self._handed_to: object | None = None
+        self._failed = False
+
+    # ------------------------------------------------------------------ begin
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._averaging, self._final, self._failed = None, None, False
+        if sum(isinstance(callback, ModelAveraging) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("Expected one ModelAveraging callback, got several.")
+        strategy = trainer.strategy
+        use_averager: Callable[..., None] | None = getattr(strategy, "use_averager", None)
+        if use_averager is not None:
+            if self._handed_to is not strategy:  # it keeps the averager for further fits
+                use_averager(self.averager, average_before_eval=self._before_eval, save_replicas=self._save_replicas)
+                self._handed_to = strategy
+            return
+        if type(strategy) is not DDPStrategy:
+            raise ValueError(
+                f"ModelAveraging needs strategy='ddp_hooks' or strategy='ddp', got {type(strategy).__name__}."
+            )
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "With manual optimisation ModelAveraging cannot see where a step of plain 'ddp' ends: use "
+                "strategy='ddp_hooks'."
+            )
+        if _compat.averages_by_itself(strategy):
+            raise ValueError("Set `model_averaging_period` of the strategy or the callback ModelAveraging, not both.")
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+                rank_zero_warn(
+                    "With plain 'ddp' a checkpoint with `save_weights_only=True` holds the model of rank 0 and not the "
+                    "averaged one: use strategy='ddp_hooks', or save whole checkpoints."
+                )
+
+    def _on_plain_ddp(self, trainer: pl.Trainer) -> bool:
+        return type(trainer.strategy) is DDPStrategy
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._on_plain_ddp(trainer):
+            # torch's DDP has made the replicas equal by now.
+            self._averaging = Averaging(
+                self.averager,
+                pl_module,
+                lambda: trainer.strategy.optimizers,
+                before_eval=self._before_eval,
+                save_replicas=self._save_replicas,
+            )
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Optimizers and groups do not exist yet.
+        self._loaded = checkpoint.get(STATE_KEY)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._averaging is not None:
+            if self._loaded is not None:
+                self._averaging.load_state_dict(self._loaded)
+            self._steps_seen = trainer.global_step
+        self._loaded = None
+
+    # ------------------------------------------------------------------ each step
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._averaging is not None:
+            assert isinstance(trainer.strategy.model, DistributedDataParallel)
+            trainer.strategy.model.require_backward_grad_sync = self._averaging.syncs_gradients()
+            if not self._averaging.broadcasts_buffers():
+                trainer.strategy.model.require_forward_param_sync = False
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if self._averaging is None or scaler is None or self._averaging.syncs_gradients():
+            return
+        agree_on_found_inf(
+            _compat.found_inf_flags(scaler, optimizer),
+            (param.grad for group in optimizer.param_groups for param in group["params"]),
+            self._averaging.bound.group,
+            pl_module.device,
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # The global step counts each window of accumulation once, also if a GradScaler skipped its step.
+        if self._averaging is not None and trainer.global_step > self._steps_seen:
+            self._steps_seen = trainer.global_step
+            self._averaging.after_step()
+
+    # ------------------------------------------------------------------ validation
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._averaging is not None and trainer.state.fn == "fit":
+            self._averaging.before_eval()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._averaging is not None and trainer.state.fn == "fit":
+            self._averaging.after_eval()
+
+    # ------------------------------------------------------------------ checkpoints and end
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not self._on_plain_ddp(trainer):
+            return
+        if self._failed:  # ranks may be anywhere: no collective is possible
+            checkpoint[STATE_KEY] = None
+            rank_zero_warn("The checkpoint holds the model of rank 0 and no averager state: the run has failed.")
+        elif self._averaging is not None:
+            checkpoint["state_dict"] = self._averaging.model_state(checkpoint["state_dict"])
+            checkpoint["optimizer_states"] = [self._averaging.optimizer_state(o) for o in trainer.strategy.optimizers]
+            checkpoint[STATE_KEY] = self._averaging.state_dict()
+        elif self._final is not None:
+            checkpoint[STATE_KEY] = self._final
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._averaging is not None:
+            self._averaging.finish()
+            self._final = self._averaging.state_dict(with_replicas=False)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._failed = True
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._averaging is not None and not self._failed:
+            self._averaging.close()
+        self._averaging = None
