@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +27,6 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
@@ -38,8 +39,8 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 class DDPHooksStrategy(DDPStrategy):
     """Data-parallel training with communication hooks; takes the place of ``strategy="ddp"``.
 
-    It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go through
-    this package's own reducer, and ``trainer.model`` is the LightningModule itself.
+    It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go
+    through this package's own reducer, and ``trainer.model`` is the LightningModule itself.
 
     Args:
         accelerator: set by the Trainer.
@@ -47,9 +48,9 @@ class DDPHooksStrategy(DDPStrategy):
         cluster_environment: how processes find each other; by default detected (torchrun, SLURM, ...).
         checkpoint_io: how checkpoints are written.
         precision_plugin: set by the Trainer from its ``precision``.
-        comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair ``(state, hook)``
-            by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
-        bucket_cap_mb: size at which a bucket is closed, in MiB.
+        comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
+            ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
@@ -86,7 +87,7 @@ class DDPHooksStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         *,
         comm_hook: HookLike | None = None,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float = 1,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
@@ -117,6 +118,10 @@ class DDPHooksStrategy(DDPStrategy):
         _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {timeout!r}.")
+        if process_group_backend is not None and not isinstance(process_group_backend, str):
+            raise TypeError(
+                f"Expected a name such as 'gloo' for `process_group_backend`, got {process_group_backend!r}."
+            )
         if model_averaging_period is not None:
             raise ValueError("`model_averaging_period` is not supported yet.")
         hook = _hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
@@ -136,6 +141,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._reducer: Reducer | None = None
         self._weights: SampleWeights | None = None
         self._step = 0
+        self._passes_in_backward = 0
         self._missing_loss: Tensor | None = None
 
     # ------------------------------------------------------------------ what users call
@@ -154,8 +160,8 @@ class DDPHooksStrategy(DDPStrategy):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replace the mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``.
 
-        May be called before fitting, or in a hook of the LightningModule or a callback before the first backward (such as
-        ``on_fit_start``).
+        May be called before fitting, for all fits to come; or in a hook of the LightningModule or a callback before the
+        first backward (such as ``on_fit_start``), for that fit.
 
         Raises:
             RuntimeError: a hook is registered already, or a backward has run.
@@ -164,13 +170,20 @@ class DDPHooksStrategy(DDPStrategy):
         assert declared is not None
         if self._hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
-        if self._reducer is not None:
+        if self._reducer is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
             install_hook(self._reducer, declared, lambda: self._step)
-        self._hook = declared
+        else:
+            self._hook = declared
 
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""
         return self.reducer.stats()
+
+    @override
+    def __repr__(self) -> str:
+        # All that the Trainer of `pytorch_lightning` says to a strategy of `lightning` is that it does not know this.
+        hint = " for `import lightning.pytorch as pl`, not `import pytorch_lightning as pl`"
+        return f"<{type(self).__name__}{hint if 'pytorch_lightning' in sys.modules else ''}>"
 
     # ------------------------------------------------------------------ setup and teardown
 
@@ -195,6 +208,7 @@ class DDPHooksStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._reducer is not None:
             self._reducer.failed = True
+            self._reducer.abandoned_work |= self._weights is not None and self._weights.pending
 
     @override
     def teardown(self) -> None:
@@ -215,10 +229,16 @@ class DDPHooksStrategy(DDPStrategy):
         reducer.before_forward()
         if self._weights is not None:
             self._weights.post(_compat.samples_in(args[0] if args else kwargs))
+        passes, self._passes_in_backward = reducer.passes, 0
         output = super().training_step(*args, **kwargs)
         if not module.automatic_optimization:
             reducer.settle()
             self._step += 1
+            if self._weights is not None and reducer.passes - passes != self._passes_in_backward:
+                raise RuntimeError(
+                    '`gradient_weighting="samples"` scales the loss in `self.manual_backward(loss)`; with '
+                    "`loss.backward()` it would have no effect."
+                )
         elif output is None:
             # Lightning refuses None on several ranks; a constant stands for it until the ranks have agreed.
             output = self._missing_loss = torch.zeros((), device=self.root_device, requires_grad=True)
@@ -233,17 +253,20 @@ class DDPHooksStrategy(DDPStrategy):
         self._missing_loss = None
         constant = not missing and not closure_loss.requires_grad
         if constant:
-            rank_zero_warn(
-                "The loss does not depend on any parameter that requires a gradient; this rank takes part in the step "
-                "without gradients."
+            warnings.warn(
+                f"The loss of rank {self.global_rank} does not depend on any parameter that requires a gradient; the "
+                "rank takes part in the step without gradients.",
+                stacklevel=2,
             )
         if self._weights is not None:
             closure_loss = closure_loss * self._weights.factor()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        passes = reducer.passes
         with reducer.backward_window():
             if not (missing or constant):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._passes_in_backward += reducer.passes - passes
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -322,6 +345,8 @@ def _hook_by_lightnings_names(
         return hook
     if hook is not None:
         raise ValueError("Set `comm_hook` or `ddp_comm_hook`, not both.")
+    if wrapper is not None and not callable(wrapper):
+        raise TypeError(f"Expected a callable for `ddp_comm_wrapper`, got {wrapper!r}.")
     rank_zero_warn("`ddp_comm_hook` is Lightning's name: use `comm_hook=(state, hook)`.")
     return (state, function if wrapper is None else wrapper(function))
 
