@@ -1,6 +1,6 @@
 """Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
 
-from lightning_ddp_hooks import hooks
+from lightning_ddp_hooks import averaging, callbacks, hooks, optim
 from lightning_ddp_hooks.data_parallel import DataParallel
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.strategy import DDPHooksStrategy, register
@@ -8,4 +8,13 @@ from lightning_ddp_hooks.strategy import DDPHooksStrategy, register
 __version__ = "0.1.0"
 register()
 
-__all__ = ["DDPHooksStrategy", "DataParallel", "GradBucket", "__version__", "hooks"]
+__all__ = [
+    "DDPHooksStrategy",
+    "DataParallel",
+    "GradBucket",
+    "__version__",
+    "averaging",
+    "callbacks",
+    "hooks",
+    "optim",
+]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.autograd import profiler
 from torch.profiler import record_function
-
-from torch._C._distributed_c10d import GradBucket
 
 # ``torch.distributed.GradBucket`` is this class, but type checkers find it only where it is declared.
 TorchGradBucket = GradBucket
@@ -129,6 +129,44 @@ def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 def averages_by_itself(strategy: object) -> bool:
     """Tell whether Lightning's `DDPStrategy` has been told to average models itself."""
     return getattr(strategy, "_model_averaging_period", None) is not None
+
+
+def logged_results(trainer: Any) -> Any:
+    """Return the collection of what ``self.log`` has been given in the loop that is running, or None."""
+    return trainer._results
+
+
+def current_hook(module: Any) -> str | None:
+    """Return the name of the hook or step that Lightning is calling now, as ``self.log`` knows it."""
+    return module._current_fx_name  # type: ignore[no-any-return]
+
+
+def logged_forward_cache(result: Any) -> Any:
+    """Return the value of this step that Lightning keeps for a logged entry, to show it."""
+    return result._forward_cache
+
+
+def set_logged_forward_cache(result: Any, value: Any) -> None:
+    """Replace the value of this step of a logged entry."""
+    result._forward_cache = value
+
+
+def list_states(metric: Any) -> dict[str, list[Any]]:
+    """Return the states of a torchmetrics metric that are lists, by name."""
+    return {name: value for name in metric._defaults if isinstance(value := getattr(metric, name), list)}
+
+
+def snapshot_metric(metric: Any) -> Callable[[], None]:
+    """Note the state of a torchmetrics metric; the function that is returned brings it back."""
+    states = metric._copy_state_dict()
+    count, computed = metric._update_count, metric._computed
+
+    def restore() -> None:
+        for name, value in states.items():
+            setattr(metric, name, value)
+        metric._update_count, metric._computed = count, computed
+
+    return restore
 
 
 def refuse_in_standalone_package(name: str) -> None:

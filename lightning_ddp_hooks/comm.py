@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -86,12 +86,15 @@ def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | N
     return group
 
 
-def split_group(parent: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+def split_group(
+    parent: ProcessGroup, parts: Sequence[Sequence[int]], *, timeout: timedelta | None = None
+) -> ProcessGroup:
     """Split ``parent`` into any parts and return the group of this rank's part; a collective call of all its ranks.
 
     Args:
         parent: the group to split; its parts have its backend.
         parts: for each part the ranks within ``parent``; together they name each rank once.
+        timeout: how long a collective may take; None takes the default of torch.
     """
     names = global_ranks(parent)
     whole_world = len(names) == dist.get_world_size()
@@ -102,12 +105,29 @@ def split_group(parent: ProcessGroup, parts: Sequence[Sequence[int]]) -> Process
         if mine or whole_world:
             group = dist.new_group(
                 [names[index] for index in part],
+                timeout=timeout,
                 backend=backend_name(parent),
                 use_local_synchronization=not whole_world,
             )
             own = group if mine else own
     assert isinstance(own, ProcessGroup)
     return own
+
+
+def new_subgroup(ranks: Sequence[int]) -> ProcessGroup:
+    """Make a group of some ranks with the default backend; a collective call of *all* ranks of the world.
+
+    Making it among its members only would deadlock once ranks have made different groups before.
+
+    Returns:
+        The group; on ranks outside, torch's sign for that, on which collectives do nothing.
+    """
+    return dist.new_group(list(ranks))  # type: ignore[no-any-return]
+
+
+def solo_group() -> ProcessGroup:
+    """Make a group of this process alone, without asking anybody."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 def destroy_group(group: ProcessGroup) -> None:
@@ -166,6 +186,24 @@ def gather_object(value: Any, group: ProcessGroup) -> list[Any] | None:
     gathered: list[Any] | None = [None] * world_size(group) if first else None
     dist.gather_object(value, gathered, dst=global_ranks(group)[0], group=group)
     return gathered
+
+
+def broadcast_object(value: Any, group: ProcessGroup, src: int) -> Any:
+    """Return the picklable ``value`` of the group's rank ``src`` on all ranks; for rare exchanges on a CPU group."""
+    box = [value]
+    dist.broadcast_object_list(box, src=global_ranks(group)[src], group=group)
+    return box[0]
+
+
+def reduce_in_place(tensor: Tensor, op: Literal["sum", "max", "min", "product"], group: ProcessGroup) -> Tensor:
+    """Reduce ``tensor`` over the group in place, and return it; blocks."""
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group)
+    return tensor
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Wait for all ranks of the group."""
+    dist.barrier(group=group)
 
 
 def all_gather_padded(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:

@@ -19,6 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.driver import STATE_KEY as AVERAGING_KEY
+from lightning_ddp_hooks.averaging.driver import Averaging
+from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
+from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
+from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
+from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
@@ -50,6 +57,10 @@ class DDPHooksStrategy(DDPStrategy):
         precision_plugin: set by the Trainer from its ``precision``.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
+        averager: averages the model every few steps instead of gradients at every step; see
+            `lightning_ddp_hooks.averaging`.
+        average_before_eval: put the averaged model in place for validation.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -67,7 +78,7 @@ class DDPHooksStrategy(DDPStrategy):
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
         ddp_comm_wrapper: Lightning's name; wrap the hook yourself.
-        model_averaging_period: Lightning's name; not supported yet, raises.
+        model_averaging_period: Lightning's name; use ``averager=PeriodicModelAverager(period=...)``.
 
     Raises:
         TypeError: an argument of the wrong type, or an unknown one.
@@ -87,6 +98,9 @@ class DDPHooksStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         *,
         comm_hook: HookLike | None = None,
+        averager: ModelAverager | None = None,
+        average_before_eval: bool = True,
+        save_replicas: bool = True,
         bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float = 1,
         gradient_as_bucket_view: bool = True,
@@ -115,6 +129,9 @@ class DDPHooksStrategy(DDPStrategy):
         )
         _check_choice("gradient_weighting", gradient_weighting, ("ranks", "samples"))
         _check_choice("skip_missing_loss", skip_missing_loss, ("zeros", "all"))
+        for name, flag in (("average_before_eval", average_before_eval), ("save_replicas", save_replicas)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
         _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {timeout!r}.")
@@ -122,11 +139,22 @@ class DDPHooksStrategy(DDPStrategy):
             raise TypeError(
                 f"Expected a name such as 'gloo' for `process_group_backend`, got {process_group_backend!r}."
             )
-        if model_averaging_period is not None:
-            raise ValueError("`model_averaging_period` is not supported yet.")
         hook = _hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self._hook = resolve_hook(hook)
         self._gradient_weighting = gradient_weighting
+        self._averager: ModelAverager | None = None
+        self._averaging_settings: dict[str, bool] = {}
+        if model_averaging_period is not None:
+            if averager is not None:
+                raise ValueError("Set `averager` or `model_averaging_period`, not both.")
+            averager = _averager_by_lightnings_names(model_averaging_period, ddp_comm_state)
+        if averager is not None:
+            self.use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
+        self._averaging: Averaging | None = None
+        self._failed = False
+        self._restored_averaging: dict[str, Any] | None = None
+        self._final_averaging: dict[str, Any] | None = None
+        self._final_state: dict[str, Any] | None = None
         self._skip_missing_loss = skip_missing_loss
         super().__init__(
             accelerator=accelerator,
@@ -140,6 +168,8 @@ class DDPHooksStrategy(DDPStrategy):
         )
         self._reducer: Reducer | None = None
         self._weights: SampleWeights | None = None
+        self._bound_hook: BoundHook | None = None
+        self._restored: dict[str, Any] | None = None
         self._step = 0
         self._passes_in_backward = 0
         self._missing_loss: Tensor | None = None
@@ -171,9 +201,30 @@ class DDPHooksStrategy(DDPStrategy):
         if self._hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         if self._reducer is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
-            install_hook(self._reducer, declared, lambda: self._step)
+            self._install_hook(declared)
         else:
             self._hook = declared
+
+    def use_averager(
+        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
+    ) -> None:
+        """Average the model; as if given to the constructor. Before the strategy is set up.
+
+        Raises:
+            TypeError: not an averager.
+            ValueError: there is an averager already, or it contradicts the communication hook.
+        """
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(f"Expected a ModelAverager for `averager`, got {type(averager).__name__}.")
+        if self._averager is not None:
+            raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
+        hook_follows_schedule(averager, self._hook)
+        if self._gradient_weighting == "samples":
+            raise ValueError(
+                '`gradient_weighting="samples"` weighs gradients, which are not exchanged once `averager` has taken over.'
+            )
+        self._averager = averager
+        self._averaging_settings = {"before_eval": average_before_eval, "save_replicas": save_replicas}
 
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""
@@ -198,24 +249,143 @@ class DDPHooksStrategy(DDPStrategy):
         self._reducer = Reducer(
             module, self._config, policy=policy, skip_missing_loss=self._skip_missing_loss, timeout=self._timeout
         )
+        if self._restored is not None:
+            self._step = self._restored["step"]
         if self._hook is not None:
-            install_hook(self._reducer, self._hook, lambda: self._step)
+            self._install_hook(self._hook)
         if self._gradient_weighting == "samples":
             self._weights = SampleWeights(self._reducer.control_group)
+        self._failed = False
+        self._final_state = self._final_averaging = None
+        if self._averager is not None:
+            self._averaging = Averaging(
+                self._averager, module, lambda: self.optimizers, hook=self._hook, **self._averaging_settings
+            )
+            self._prepare_step()
         log.debug("reducer: %s", self._reducer.stats())
+
+    def _install_hook(self, hook: CommHook) -> None:
+        assert self._reducer is not None
+        self._bound_hook = install_hook(self._reducer, hook, lambda: self._step)
+        self._restore_hook()
+
+    def _restore_hook(self) -> None:
+        if self._restored is not None and (warning := restore_hook(self._restored, self._bound_hook)):
+            rank_zero_warn(warning)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._bound_hook is None:  # none was registered by now, so that its state goes unused
+            self._restore_hook()
+
+    @property
+    def _may_communicate(self) -> bool:
+        """Whether all ranks are where this one is; not while an exception is handled."""
+        module = self.lightning_module
+        return not (self._failed or (module is not None and module.trainer.interrupted))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if "optimizer_states" in checkpoint:  # else only the weights are wanted
+            together = self._may_communicate
+            checkpoint[STATE_KEY] = self._final_state or training_state(
+                self._step, self._bound_hook, collective=together
+            )
+            if self._averaging is None or together:
+                averaging = self._final_averaging if self._averaging is None else self._averaging.state_dict()
+                checkpoint.update({} if averaging is None else {AVERAGING_KEY: averaging})
+            else:
+                checkpoint[STATE_KEY]["missing"].append("the averaged model and the averager's state")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        # Groups do not exist yet: what was read is applied in setup.
+        self._restored = read_training_state(checkpoint)
+        self._restored_averaging = checkpoint.get(AVERAGING_KEY)
+        if self._reducer is not None and self._restored is not None:  # while fitting: a tuner puts back where it began
+            self._step = self._restored["step"]
+            self._restore_hook()
+        return checkpoint
+
+    # ------------------------------------------------------------------ model averaging
+
+    def _prepare_step(self) -> None:
+        """Have the coming step exchange gradients and buffers or not, as the averager's schedule says."""
+        if self._averaging is not None:
+            self.reducer.sync = self._averaging.syncs_gradients()
+            self.reducer.keeps_buffers = not self._averaging.broadcasts_buffers()
+            self.reducer.skip_step = False  # nobody says so while gradients are not exchanged
+
+    def _step_ended(self) -> None:
+        self._step += 1
+        if self._averaging is not None:
+            self._averaging.after_step()
+            self._prepare_step()
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._averaging is not None:
+            self._averaging.before_eval()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._averaging is not None:
+            self._averaging.after_eval()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        # For a checkpoint that is saved once the fit is over, when there are no groups any more.
+        if self._averaging is not None:
+            self._averaging.finish()
+            self._final_averaging = self._averaging.state_dict(with_replicas=False)
+        self._final_state = training_state(self._step, self._bound_hook, collective=True)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if self._averaging is None or not self._may_communicate:
+            return state
+        return self._averaging.model_state(state)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._averaging is None or not self._may_communicate:
+            return super().optimizer_state(optimizer)
+        return self._averaging.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._averaging is not None and self._restored_averaging is not None:
+            self._averaging.load_state_dict(self._restored_averaging)
+            self._prepare_step()
+        self._restored_averaging = None
+
+    # ------------------------------------------------------------------ the end
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         if self._reducer is not None:
             self._reducer.failed = True
             self._reducer.abandoned_work |= self._weights is not None and self._weights.pending
 
     @override
     def teardown(self) -> None:
+        if self._averaging is not None:
+            if not self._failed:
+                self._averaging.close()
+            self._averaging = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
-        self._weights = None
+        self._weights = self._bound_hook = self._restored = self._restored_averaging = None
         self._missing_loss = None
         super().teardown()
 
@@ -233,7 +403,7 @@ class DDPHooksStrategy(DDPStrategy):
         output = super().training_step(*args, **kwargs)
         if not module.automatic_optimization:
             reducer.settle()
-            self._step += 1
+            self._step_ended()
             if self._weights is not None and reducer.passes - passes != self._passes_in_backward:
                 raise RuntimeError(
                     '`gradient_weighting="samples"` scales the loss in `self.manual_backward(loss)`; with '
@@ -288,11 +458,11 @@ class DDPHooksStrategy(DDPStrategy):
             return result
 
         try:
-            return super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
         except _SkipStepError:
-            return None
-        finally:
-            self._step += 1
+            output = None
+        self._step_ended()
+        return output
 
     @override
     @contextmanager
@@ -349,6 +519,20 @@ def _hook_by_lightnings_names(
         raise TypeError(f"Expected a callable for `ddp_comm_wrapper`, got {wrapper!r}.")
     rank_zero_warn("`ddp_comm_hook` is Lightning's name: use `comm_hook=(state, hook)`.")
     return (state, function if wrapper is None else wrapper(function))
+
+
+def _averager_by_lightnings_names(period: int, state: object | None) -> ModelAverager:
+    """Take a period by `DDPStrategy`'s name, with a warning that tells ours."""
+    start = getattr(state, "start_localSGD_iter", None)
+    if start is None:
+        raise ValueError(
+            "`model_averaging_period` needs a PostLocalSGDState as `ddp_comm_state`; or use "
+            "`averager=PeriodicModelAverager(period=..., warmup_steps=...)`."
+        )
+    rank_zero_warn(
+        "`model_averaging_period` is Lightning's name: use `averager=PeriodicModelAverager(period=..., warmup_steps=...)`."
+    )
+    return PeriodicModelAverager(period=period, warmup_steps=start)
 
 
 def register() -> None:

@@ -47,7 +47,8 @@ class BindContext:
         names: of the parameters, in the reducer's order.
         params: the parameters themselves.
         step: returns the current training step (the clock of the strategy).
-        new_group: makes one more group over the ranks of the given one; collective.
+        new_group: makes one more group over the ranks of the given one; collective. Whoever binds the hook frees it.
+        split_group: splits a group into parts, and returns this rank's one; likewise.
         wire_dtype: in what dtype a hook that can choose is to send what it would send in floating point (`Cast` sets
             it); None for the dtype of the gradients. See `BoundHook.casts_itself`.
     """
@@ -58,6 +59,9 @@ class BindContext:
     params: Sequence[Tensor]
     step: Callable[[], int]
     new_group: Callable[[comm.ProcessGroup], comm.ProcessGroup] = field(default=comm.new_group)
+    split_group: Callable[[comm.ProcessGroup, Sequence[Sequence[int]]], comm.ProcessGroup] = field(
+        default=comm.split_group
+    )
     wire_dtype: torch.dtype | None = None
 
     @property

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import BoundHook, Phases, Waitable, check_result, describe, is_done
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 
@@ -20,14 +21,16 @@ class HookComm:
     Args:
         hook: the hook to run.
         eager: run all phases at launch (devices, where waiting does not block the host).
+        groups: made for the hook, to be freed with it.
     """
 
     carries_tail = False
 
-    def __init__(self, hook: BoundHook, *, eager: bool) -> None:
+    def __init__(self, hook: BoundHook, *, eager: bool, groups: Sequence[comm.ProcessGroup] = ()) -> None:
         self.hook = hook
         self.divides = hook.takes_divided
         self._eager = eager
+        self._groups = groups
         self._tasks: list[_Task] = []
 
     def group_of(self, name: str, param: Tensor) -> Hashable:
@@ -46,6 +49,11 @@ class HookComm:
         if self._eager:
             task.wait()
         return task
+
+    def close(self) -> None:
+        """Free the hook's groups."""
+        for group in self._groups:
+            comm.destroy_group(group)
 
     def advance(self) -> None:
         """Move every bucket on as far as it can go without waiting and without overtaking the one before it."""

@@ -68,7 +68,7 @@ class PostLocalSGD(CommHook):
             parts = equal_parts(self.subgroup_size, context.world_size)
         else:
             parts = same_host(context.control_group)
-        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, comm.split_group(context.group, parts))
+        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, context.split_group(context.group, parts))
 
     def wire_bytes(self, numel: int, world_size: int, itemsize: int = 4) -> int:
         """Return how many bytes a rank sends to others for a bucket of ``numel`` elements.

@@ -209,7 +209,12 @@ class BoundPowerSGD(BoundHook):
     def _plan(self, bucket: GradBucket) -> Plan:
         plan = self._plans.get(bucket.index())
         if plan is None or not (plan.names is bucket.names or plan.names == bucket.names):
-            plan = Plan(bucket, self._slots(bucket), self._config, narrower(bucket.buffer().dtype, self._wire_dtype))
+            plan = Plan(
+                bucket,
+                self._slots(bucket),
+                narrower(bucket.buffer().dtype, self._wire_dtype),
+                batched=self._config.batch_same_shape,
+            )
             plan.adopt(self._right, self._config.seed)
             # A plan of an earlier layout, whose parameters have moved, holds old factors.
             moved = set(bucket.names)

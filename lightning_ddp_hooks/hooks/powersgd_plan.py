@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -80,14 +79,20 @@ class Plan:
     """What a bucket's parameters make of the algorithm: which matrices, and the flat memory of their factors.
 
     Rebuilt when other parameters lie in the bucket.
+
+    Args:
+        bucket: the bucket.
+        slots: the matrices to compress.
+        wire_dtype: of the messages.
+        batched: whether matrices of one shape are worked on together.
     """
 
-    def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], config: PowerSGD, wire_dtype: torch.dtype) -> None:
+    def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], wire_dtype: torch.dtype, *, batched: bool) -> None:
         buffer = bucket.buffer()
         self.names = bucket.names
         self.numel = buffer.numel()
         self.ask = not buffer.is_cuda  # on a device the host would have to wait for the answer
-        self.batches: list[MatrixBatch] = make_batches(slots, batched=config.batch_same_shape)
+        self.batches: list[MatrixBatch] = make_batches(slots, batched=batched)
         ordered = [slot for batch in self.batches for slot in batch.slots]
         self._slots = ordered
         self._gaps = gaps(slots, self.numel)

@@ -34,6 +34,7 @@ class Report:
         trainable: names of all parameters of the module that require a gradient.
         sparse: parameters whose gradient is sparse.
         had_loss: False if this rank had nothing to call backward on.
+        absent: whether that is right, since this rank has run out of data.
         order: parameters in the order in which their gradients became ready; empty unless it is being recorded.
         fired: how often each parameter's gradient came; empty unless it is being recorded.
         problem: what this rank found wrong by itself.
@@ -43,6 +44,7 @@ class Report:
     trainable: tuple[str, ...] = ()
     sparse: tuple[int, ...] = ()
     had_loss: bool = True
+    absent: bool = False
     order: tuple[int, ...] = ()
     fired: tuple[int, ...] = ()
     problem: str | None = None
@@ -112,7 +114,7 @@ def judge(
         # Where parameters may be left out, a frozen one is only that; a GAN freezes and thaws in every step.
         relayout=bool(trainable - known)
         or (policy is UnusedPolicy.FORBIDDEN and any(name not in trainable for name in names)),
-        skip_step=len(working) < len(reports) and skip_missing_loss == "all",
+        skip_step=skip_missing_loss == "all" and any(not (report.had_loss or report.absent) for report in reports),
     )
 
 

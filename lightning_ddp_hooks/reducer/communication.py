@@ -42,6 +42,10 @@ class BucketComm(Protocol):
         """Start to reduce the bucket."""
         ...
 
+    def close(self) -> None:
+        """Free what was made for it; not called when ranks may be stuck in a collective."""
+        ...
+
 
 class MeanAllReduce:
     """Sum over the ranks of gradients that were divided while they were copied into the bucket.
@@ -63,3 +67,6 @@ class MeanAllReduce:
     def launch(self, bucket: GradBucket, storage: Bucket) -> Pending:
         """Start the sum, with the tail."""
         return comm.all_reduce(storage.wire, self._group)
+
+    def close(self) -> None:
+        """Leave the group to its owner."""

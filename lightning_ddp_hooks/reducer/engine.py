@@ -170,6 +170,7 @@ class PythonEngine:
         self._pending: list[int] = []
         self._bucket_of: list[int] = [0] * len(params)
         self._eager: list[Tensor | None] = [None] * len(params)
+        self._slots: list[list[tuple[int, Tensor, Tensor]]] = []
         self._deferred: list[list[tuple[Tensor, Tensor]]] = []
         # A parameter holds the node that accumulates its gradient weakly; without these the hooks go with the graph.
         self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self._params]
@@ -192,6 +193,7 @@ class PythonEngine:
         self._expected = list(expected)
         self._left = [0] * len(self._params)
         self._pending_at_start = []
+        self._slots = []
         self._deferred = []
         self._eager = [None] * len(self._params)
         for position, bucket in enumerate(buckets):
@@ -203,6 +205,7 @@ class PythonEngine:
                     self._eager[index] = view
                 else:
                     deferred.append((self._params[index], view))
+            self._slots.append(list(zip(bucket.layout.indices, bucket.params, bucket.views, strict=True)))
             self._deferred.append(deferred)
         # Parameters without a bucket (sparse ones) count down a bucket that never gets full.
         outside = len(buckets)
@@ -303,8 +306,11 @@ class PythonEngine:
         """Wait for the sum of a bucket that the engine launched; on a device only the current stream waits."""
         self._sums.pop(bucket).wait()
 
-    @torch.no_grad()
     def _copy_in(self, param: Tensor, view: Tensor) -> None:
+        if torch.is_grad_enabled():  # with create_graph; else the check is cheaper than the guard
+            with torch.no_grad():
+                self._copy_in(param, view)
+            return
         gradient = param.grad
         if gradient is None:  # a Function returned None
             view.zero_()
@@ -320,8 +326,13 @@ class PythonEngine:
     @torch.no_grad()
     def fill(self, bucket: int) -> None:
         """Copy into the bucket what has not been copied yet; a missing gradient counts as zero."""
-        storage = self._buckets[bucket]
+        if self.hold or self._pending[bucket]:
+            for index, param, view in self._slots[bucket]:
+                if self._eager[index] is not None and (self.hold or self._left[index] > 0):
+                    self._copy_in(param, view)
         deferred = self._deferred[bucket]
+        if not deferred:
+            return
         targets, gradients = [], []
         for param, view in deferred:
             gradient = param.grad
@@ -330,38 +341,33 @@ class PythonEngine:
             elif gradient is not view:
                 targets.append(view)
                 gradients.append(gradient)
-        for index, view in zip(storage.layout.indices, storage.views, strict=True):
-            if self._eager[index] is not None and (self.hold or self._left[index] > 0):
-                self._copy_in(self._params[index], view)
+                if self._views:
+                    param.grad = view
         if targets:
             _compat.foreach_copy_(targets, gradients)
-        if self._scale != 1.0 and deferred:
-            if len(deferred) == len(storage.views):
-                storage.buffer.mul_(self._scale)
-            else:
-                _compat.foreach_mul_([view for _, view in deferred], self._scale)
-        if self._views:
-            for param, view in deferred:
-                if param.grad is not None:
-                    param.grad = view
+        if self._scale == 1.0:
+            return
+        if len(deferred) == len(self._slots[bucket]):
+            self._buckets[bucket].buffer.mul_(self._scale)
+        else:
+            _compat.foreach_mul_([view for _, view in deferred], self._scale)
 
     @torch.no_grad()
     def write_back(self, bucket: int, untouched: Sequence[int]) -> None:
         """Make the bucket's values the gradients of its parameters, except of those named."""
-        storage = self._buckets[bucket]
         leave = set(untouched)
         targets, values = [], []
-        for index, view in zip(storage.layout.indices, storage.views, strict=True):
+        for index, param, view in self._slots[bucket]:
             if index in leave:
                 continue
-            param = self._params[index]
+            gradient = param.grad
             if self._views:
-                if param.grad is not view:
+                if gradient is not view:
                     param.grad = view
-            elif param.grad is None:
+            elif gradient is None:
                 param.grad = torch.empty_like(param).copy_(view)
             else:
-                targets.append(param.grad)
+                targets.append(gradient)
                 values.append(view)
         if targets:
             _compat.foreach_copy_(targets, values)

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, NamedTuple
@@ -97,6 +97,7 @@ class Reducer:
             raise TypeError(f"Expected a torch.nn.Module, got {type(module).__name__}.")
         self.config = config if config is not None else ReducerConfig()
         self.parent_group = comm.resolve_group(process_group)
+        self.timeout = timeout
         self._module = module
         self._skip_missing_loss = skip_missing_loss
         self._policy = policy or (
@@ -124,6 +125,9 @@ class Reducer:
         self.passes = 0
         self._late_readout: Readout | None = None
         self._buffers_stale = False
+        self.keeps_buffers = False  # replicas that train for themselves keep their own
+        self._shadowing = False
+        self.on_pass: Callable[[], None] | None = None
         self.skip_step = False
         self.failed = False
         self.abandoned_work = False
@@ -286,14 +290,32 @@ class Reducer:
         finally:
             self.sync = before
 
-    def before_forward(self) -> None:
-        """Finish or abandon what an earlier backward left behind, and refresh buffers; before each forward."""
+    def before_forward(self, buffers_from: int = 0) -> None:
+        """Finish or abandon what an earlier backward left behind, and refresh buffers; before each forward.
+
+        Args:
+            buffers_from: the rank whose buffers are taken.
+        """
         self.settle()
         self._watch_thawed()
-        if self._buffers_stale and torch.is_grad_enabled():
-            self._buffers_stale = False
+        if self.refreshes_buffers:
+            self.refresh_buffers(buffers_from)
+
+    @property
+    def refreshes_buffers(self) -> bool:
+        """Whether the coming forward begins with a broadcast of buffers."""
+        return self._buffers_stale and not self.keeps_buffers and torch.is_grad_enabled()
+
+    def refresh_buffers(self, src: int = 0) -> None:
+        """Take over the buffers of one rank; a collective call. Nothing happens with ``broadcast_buffers=False``.
+
+        Args:
+            src: the rank whose buffers are up to date; rank 0's are not once it has run out of data.
+        """
+        self._buffers_stale = False
+        if self.config.broadcast_buffers:
             with _compat.span("ldh::broadcast_buffers"):
-                broadcast_tensors(self._buffers_now(), self.group)
+                broadcast_tensors(self._buffers_now(), self.group, src)
 
     def _watch_thawed(self) -> None:
         """Have a parameter that was frozen and is not any more open a pass, in case no other one gets a gradient."""
@@ -323,6 +345,38 @@ class Reducer:
             self._abandon()
         elif engine.active:
             self._finish()
+
+    @contextmanager
+    def shadowing(self) -> Iterator[None]:
+        """Let this rank do its part of backwards for which it has no data.
+
+        What lies in ``.grad`` is sent. A rank that has accumulated nothing since the last synchronised backward counts
+        as absent: no gradient is missed from it, and its missing loss makes nobody skip the step.
+        """
+        self._shadowing = True
+        try:
+            yield
+        finally:
+            self._shadowing = False
+
+    def shadow_backward(self) -> None:
+        """Do this rank's part of one synchronised backward of the others, with zeros or with what was accumulated."""
+        self.settle()
+        if not any(self._engine.used()):
+            for param in self.params:
+                param.grad = None  # of a step long done
+        with self.shadowing():
+            self._open_pass()
+            self._finish()
+
+    def _absent(self) -> bool:
+        return self._shadowing and not (any(self._engine.used()) or self._thawed_used)
+
+    def set_divisor(self, divisor: float) -> None:
+        """Set what sums over ranks are divided by; before the first gradient of a pass comes."""
+        if divisor != self.divisor:
+            self.divisor = divisor
+            self._apply_divisor()
 
     @contextmanager
     def backward_window(self) -> Iterator[None]:
@@ -368,6 +422,11 @@ class Reducer:
                 "graph. Compute the inner gradient with torch.autograd.grad(..., create_graph=True), or run this "
                 "backward under no_sync()."
             )
+        if self.on_pass is not None:
+            self.on_pass()
+        self._open_pass()
+
+    def _open_pass(self) -> None:
         self._count_oddities(sum(param.requires_grad for param in self._frozen))
         self._engine.start()
 
@@ -394,11 +453,11 @@ class Reducer:
     # ------------------------------------------------------------------ the end of a pass
 
     def _abandon(self) -> None:
+        self.abandoned_work |= bool(self._in_flight) or (self._engine.active and self._engine.launched > 0)
         self._engine.stop()
         self._engine.armed = False
         self._engine.forget_use()
         self._thawed_used = False
-        self.abandoned_work |= bool(self._in_flight)
         self._in_flight.clear()
         self._saved.clear()
 
@@ -451,6 +510,7 @@ class Reducer:
             trainable=tuple(name for name, param in self._named_params() if param.requires_grad),
             sparse=tuple(index for index, param in enumerate(self.params) if _is_sparse(param.grad)),
             had_loss=any(used) or self._thawed_used,
+            absent=self._absent(),
             order=tuple(engine.order()),
             fired=tuple(engine.fired()) if engine.hold else (),
             problem=self._late_problem(),
@@ -474,7 +534,7 @@ class Reducer:
         engine = self._engine
         if not self._complete():
             used = engine.used()
-            missing = sum(not used[index] for index in engine.unready())
+            missing = 0 if self._absent() else sum(not used[index] for index in engine.unready())
             self._count_oddities(self._oddities + missing + len(engine.late()))
         self._launch_rest(frozenset())
         count: Readout | None = None
@@ -516,13 +576,14 @@ class Reducer:
         return self._counts_in_tail() and self._bucket_streams[-1].asynchronous and self._skip_missing_loss == "zeros"
 
     def _share_flags(self) -> Verdict:
-        used = bytearray(self._engine.used())
-        used.append(min(255, self._oddities + len(self._engine.late()) + (not any(used))))
+        used, present = bytearray(self._engine.used()), not self._absent()
+        used.append(min(255, self._oddities + len(self._engine.late()) + (present and not any(used))))
+        used.append(present)
         flags = torch.frombuffer(used, dtype=torch.uint8).to(torch.int32)
         comm.all_reduce(flags, self.control_group).wait()
-        counts = flags[:-1]
-        differ = bool(((counts > 0) & (counts < self.world_size)).any())
-        if bool(flags[-1]) or (differ and self._policy is UnusedPolicy.ALIKE):
+        counts, oddities, ranks = flags[:-2], flags[-2], flags[-1]
+        differ = bool(((counts > 0) & (counts < ranks)).any())
+        if bool(oddities) or (differ and self._policy is UnusedPolicy.ALIKE):
             return self._exchange()
         return Verdict(unused=frozenset((counts == 0).nonzero().flatten().tolist()))
 
@@ -598,7 +659,7 @@ class Reducer:
         never = [index for index in range(len(self.params)) if index not in self._ready_in]
         if self.config.static_graph:
             self._dropped = frozenset(never)
-            self._expected = list(own_fired)
+            self._expected = list(own_fired) if any(own_fired) else self._expected  # an absent rank learns from others
         elif never and not (self._policy is not UnusedPolicy.FORBIDDEN and self._recordings >= _MAX_RECORDINGS):
             return
         if self.config.bucket_cap_mb == "auto" and self._auto_cap_bytes is None and self.params:
@@ -709,6 +770,7 @@ class Reducer:
         self._streams.clear()
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
         if not (self.failed and (self.abandoned_work or comm.backend_name(self.group) != "gloo")):
+            self._comm.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)
 

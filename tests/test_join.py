@@ -1,0 +1,212 @@
+"""Uneven inputs in plain PyTorch: against one process that trains on the union of each step's batches."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from lightning_ddp_hooks import DataParallel
+from lightning_ddp_hooks.hooks import AllReduce, PowerSGD
+from lightning_ddp_hooks.join import Join, Joinable, JoinHook
+
+COUNTS = [(7, 5, 2), (2, 5, 7), (0, 4, 2)]
+WORLD = 3
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + index), dtype=torch.float64)
+    return x, x.sin().sum(1, keepdim=True)
+
+
+def loss(model: nn.Module, rank: int, index: int) -> Tensor:
+    x, y = batch(rank, index)
+    return (model(x) - y).square().mean()
+
+
+def reference(counts: Sequence[int], by_world_size: bool, accumulate: int = 1) -> dict[str, Tensor]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for index in range(max(counts)):
+        active = [rank for rank, count in enumerate(counts) if index < count]
+        total = sum(loss(model, rank, index) for rank in active)
+        (total / (WORLD if by_world_size else len(active))).backward()
+        if (index + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train(counts: Sequence[int], hook: Any, by_world_size: bool, accumulate: int, **settings: Any) -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    model = DataParallel(make_model(), comm_hook=hook, bucket_cap_mb=1e-4, first_bucket_mb=1e-4, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join(by_world_size):
+        for index in range(counts[rank]):
+            last = (index + 1) % accumulate == 0
+            if last:
+                loss(model, rank, index).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with model.no_sync():
+                    loss(model, rank, index).backward()
+    model.detach()
+    return copy.deepcopy(model.module.state_dict())
+
+
+HOOKS = {
+    "none": None,
+    "AllReduce": AllReduce(),
+    "torch": (None, allreduce_hook),
+    "PowerSGD": PowerSGD(rank=6, start_iter=0, min_compression_rate=0.01),
+}
+
+
+def train_all(cases: Sequence[tuple[Sequence[int], str, bool, int, dict[str, Any]]]) -> list[dict[str, Tensor]]:
+    return [train(counts, HOOKS[hook], by_world, every, **settings) for counts, hook, by_world, every, settings in cases]
+
+
+@pytest.mark.ranks
+def test_gradients_are_those_of_the_union_of_batches_under_every_hook() -> None:
+    cases: list[Any] = [
+        (counts, hook, by_world, 1, {})
+        for counts in COUNTS
+        for hook in ("none", "AllReduce", "torch", "PowerSGD")
+        for by_world in (True, False)
+    ]
+    cases += [
+        ((7, 5, 2), "none", False, 1, {"find_unused_parameters": True}),
+        ((0, 4, 2), "none", True, 1, {"static_graph": True}),
+        ((2, 5, 7), "none", True, 1, {"gradient_as_bucket_view": False}),
+        ((8, 4, 2), "none", True, 2, {}),
+        ((8, 5, 2), "AllReduce", True, 2, {}),
+    ]
+    for states in run_ranks(train_all, cases, world_size=WORLD):
+        for (counts, hook, by_world, every, _), state in zip(cases, states, strict=True):
+            expected = reference(counts, by_world, every)
+            for name, value in state.items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=f"{counts} {hook} {name}")
+
+
+def train_norm() -> dict[str, Tensor]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DataParallel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double())
+    counts = (1, 3, 5)
+    with model.join():
+        for index in range(counts[rank]):
+            loss(model, rank, index).backward()
+    return copy.deepcopy(model.module.state_dict())
+
+
+@pytest.mark.ranks
+def test_buffers_come_from_a_rank_that_still_has_data() -> None:
+    norm = nn.BatchNorm1d(4).double()
+    # Before each forward all take the buffers of the lowest rank that takes part in it.
+    for rank, index in ((1, 0), (1, 1), (2, 2), (2, 3), (2, 4)):
+        norm(batch(rank, index)[0])
+    for state in run_ranks(train_norm, world_size=WORLD):
+        torch.testing.assert_close(state["0.running_mean"], norm.running_mean)
+
+
+def throw() -> tuple[int, str]:
+    rank, steps = dist.get_rank(), 0
+    model = DataParallel(make_model())
+    with pytest.raises(RuntimeError, match="exhausted") as caught, model.join(throw_on_early_termination=True):  # noqa: PT012
+        for index in range((2, 5, 7)[rank]):
+            loss(model, rank, index).backward()
+            steps += 1
+    return steps, str(caught.value)
+
+
+@pytest.mark.ranks
+def test_every_rank_raises_before_the_first_uneven_step() -> None:
+    results = run_ranks(throw, world_size=WORLD)
+    assert [steps for steps, _ in results] == [2, 2, 2]
+    assert results[0][1] == "Rank 0 exhausted all inputs."
+    assert results[1][1].startswith("Detected at least one rank")
+
+
+class Counter(Joinable):
+    """Counts all ranks' inputs, as in torch's tutorial."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.last: bool | None = None
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        self.add(1)
+
+    def add(self, number: int) -> None:
+        count = torch.tensor(number)
+        dist.all_reduce(count)
+        self.total += int(count)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return CounterHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+class CounterHook(JoinHook):
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def main_hook(self) -> None:
+        self.counter.add(0)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.counter.last = is_last_joiner
+
+
+def count(counts: Sequence[int]) -> tuple[int, int, bool | None]:
+    one, two = Counter(), Counter()
+    model = DataParallel(make_model())
+    with Join([one, model, two]):
+        for index in range(counts[dist.get_rank()]):
+            one()
+            loss(model, dist.get_rank(), index).backward()
+            if index % 2:
+                two()
+    return one.total, two.total, one.last
+
+
+@pytest.mark.ranks
+def test_own_joinables_together_with_a_model() -> None:
+    for rank, (one, two, last) in enumerate(run_ranks(count, (7, 5, 2), world_size=WORLD)):
+        assert (one, two, last) == (14, 6, rank == 0)
+
+
+def misuse() -> None:
+    model = DataParallel(make_model())
+    with pytest.raises(ValueError, match="at least one"):
+        Join([])
+    with model.join(enable=False):
+        loss(model, dist.get_rank(), 0).backward()
+    with model.join(), pytest.raises(RuntimeError, match="do not nest"):
+        model.join()
+    with pytest.raises(KeyError), model.join():
+        raise KeyError
+
+
+@pytest.mark.ranks
+def test_misuse_raises_and_an_exception_leaves_at_once() -> None:
+    run_ranks(misuse, world_size=2)

@@ -1,0 +1,331 @@
+"""What the strategy takes, by which names, and what it says to what it does not take."""
+
+import inspect
+import os
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from ranks import run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from trainer_runs import EXACT, Net, State, assert_same, fit
+
+from lightning_ddp_hooks import DDPHooksStrategy
+from lightning_ddp_hooks.averaging import PeriodicModelAverager
+from lightning_ddp_hooks.hooks import TorchHook
+
+LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+@pytest.mark.parametrize("suffix", LAUNCHERS)
+@pytest.mark.parametrize("unused", ["", "_find_unused_parameters_true", "_find_unused_parameters_false"])
+def test_every_name_makes_the_strategy_with_its_launcher(suffix: str, unused: str) -> None:
+    trainer = Trainer(strategy=f"ddp_hooks{suffix}{unused}", accelerator="cpu", devices=2, logger=False)
+
+    strategy = trainer.strategy
+    assert type(strategy) is DDPHooksStrategy
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy._start_method == LAUNCHERS[suffix]
+    assert strategy._config.find_unused_parameters is unused.endswith("true")
+    assert trainer.world_size == 2
+
+
+def test_names_are_listed_by_the_registry() -> None:
+    names = {name for name in StrategyRegistry.available_strategies() if name.startswith("ddp_hooks")}
+
+    assert {f"ddp_hooks{suffix}" for suffix in LAUNCHERS} <= names
+    assert "ddp_hooks_find_unused_parameters_true" in names
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"comm_hook": "nonsense"}, ValueError, r"Unknown communication hook 'nonsense'; known names: .*allreduce"),
+    ({"comm_hook": allreduce_hook}, TypeError, r"wrap a function as \(None, function\)"),
+    ({"comm_hook": (allreduce_hook, None)}, TypeError, "the callable comes second"),
+    ({"comm_hook": (None, 3)}, TypeError, r"callable hook\(state, bucket\), got int"),
+    ({"comm_hook": 3}, TypeError, "a short name, a CommHook, a pair"),
+    ({"bucket_cap_mb": "25"}, TypeError, "number of MiB for `bucket_cap_mb`, got '25'"),
+    ({"bucket_cap_mb": True}, TypeError, "`bucket_cap_mb`"),
+    ({"bucket_cap_mb": 0}, ValueError, "`bucket_cap_mb` to be a finite number of MiB above 0, got 0"),
+    ({"bucket_cap_mb": float("nan")}, ValueError, "`bucket_cap_mb`"),
+    ({"bucket_cap_mb": float("inf")}, ValueError, "`bucket_cap_mb`"),
+    ({"first_bucket_mb": -1}, ValueError, "`first_bucket_mb`"),
+    ({"first_bucket_mb": None}, TypeError, "`first_bucket_mb`"),
+    ({"gradient_as_bucket_view": 1}, TypeError, "True or False for `gradient_as_bucket_view`, got 1"),
+    ({"find_unused_parameters": "yes"}, TypeError, "`find_unused_parameters`"),
+    ({"static_graph": None}, TypeError, "`static_graph`"),
+    ({"broadcast_buffers": "no"}, TypeError, "`broadcast_buffers`"),
+    ({"find_unused_parameters": True, "static_graph": True}, ValueError, "set one of them"),
+    ({"gradient_weighting": "tokens"}, ValueError, r"`gradient_weighting` .*'ranks', 'samples'.*got 'tokens'"),
+    ({"gradient_weighting": None}, ValueError, "`gradient_weighting`"),
+    ({"skip_missing_loss": "none"}, ValueError, "`skip_missing_loss` .*'zeros', 'all'"),
+    ({"skip_missing_loss": True}, ValueError, "`skip_missing_loss`"),
+    ({"reducer_backend": "rust"}, ValueError, "`reducer_backend` .*'native', 'python'.*got 'rust'"),
+    ({"start_method": "thread"}, ValueError, "`start_method` .*'popen'"),
+    ({"timeout": 30}, TypeError, "datetime.timedelta for `timeout`, got 30"),
+    ({"process_group_backend": 3}, TypeError, "`process_group_backend`, got 3"),
+    ({"bucket_cap": 25}, TypeError, "bucket_cap"),
+    ({"ddp_comm_state": object()}, ValueError, "need `ddp_comm_hook`"),
+    ({"ddp_comm_wrapper": fp16_compress_wrapper}, ValueError, "need `ddp_comm_hook`"),
+    ({"ddp_comm_hook": allreduce_hook, "comm_hook": "allreduce"}, ValueError, "not both"),
+    ({"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": 3}, TypeError, "callable for `ddp_comm_wrapper`, got 3"),
+    ({"model_averaging_period": 4}, ValueError, "`model_averaging_period` needs a PostLocalSGDState"),
+    ({"averager": 4}, TypeError, "ModelAverager for `averager`, got int"),
+    ({"averager": PeriodicModelAverager(period=2), "model_averaging_period": 4}, ValueError, "not both"),
+    ({"averager": PeriodicModelAverager(period=2), "gradient_weighting": "samples"}, ValueError, "weighs gradients"),
+    ({"average_before_eval": 1}, TypeError, "True or False for `average_before_eval`, got 1"),
+    ({"save_replicas": None}, TypeError, "True or False for `save_replicas`, got None"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), WRONG, ids=[str(settings) for settings, *_ in WRONG])
+def test_a_wrong_argument_is_refused_by_name(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DDPHooksStrategy(**settings)
+
+
+def test_every_argument_of_ours_has_a_wrong_value_above() -> None:
+    lightnings = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+    tried = {name for settings, *_ in WRONG for name in settings}
+
+    assert set(inspect.signature(DDPHooksStrategy).parameters) - lightnings <= tried
+
+
+def test_lightnings_name_for_the_hook_warns_and_works() -> None:
+    with pytest.warns(UserWarning, match=r"`ddp_comm_hook` is Lightning's name: use `comm_hook=\(state, hook\)`"):
+        strategy = DDPHooksStrategy(ddp_comm_state="state", ddp_comm_hook=allreduce_hook)
+    with pytest.warns(UserWarning, match="`ddp_comm_hook` is Lightning's name"):
+        wrapped = DDPHooksStrategy(ddp_comm_hook=allreduce_hook, ddp_comm_wrapper=fp16_compress_wrapper)
+
+    assert strategy._hook == TorchHook(hook=allreduce_hook, state="state")
+    assert wrapped._hook.hook.__name__ == "fp16_compress_wrapper_hook"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"comm_hook": (None, allreduce_hook)}, {"bucket_cap_mb": 2.5, "timeout": timedelta(minutes=1)}],
+    ids=str,
+)
+def test_strategies_can_be_pickled(settings: dict[str, Any]) -> None:
+    copy = pickle.loads(pickle.dumps(DDPHooksStrategy(**settings)))
+
+    assert copy._config == DDPHooksStrategy(**settings)._config
+    assert copy._hook == DDPHooksStrategy(**settings)._hook
+
+
+def test_the_reducer_is_there_only_while_fitting() -> None:
+    with pytest.raises(RuntimeError, match="only while the Trainer is fitting"):
+        DDPHooksStrategy().stats()
+
+
+# ---------------------------------------------------------------------- the command line and YAML
+
+
+def parse(*args: str, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(sys, "argv", ["script"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of names that Lightning uses
+    quiet = {"accelerator": "cpu", "logger": False, "devices": 2}
+    args = ("--seed_everything=0", *args)
+    return LightningCLI(Net, args=list(args), run=False, save_config_callback=None, trainer_defaults=quiet).trainer
+
+
+FLAGS = (
+    "--trainer.strategy=lightning_ddp_hooks.DDPHooksStrategy",
+    "--trainer.strategy.bucket_cap_mb=2",
+    "--trainer.strategy.find_unused_parameters=true",
+    "--trainer.strategy.gradient_weighting=samples",
+    "--trainer.strategy.timeout=0:01:00",
+)
+
+
+def assert_as_flags_say(strategy: DDPHooksStrategy) -> None:
+    assert type(strategy) is DDPHooksStrategy
+    assert strategy._config.bucket_cap_mb == 2
+    assert strategy._config.find_unused_parameters is True
+    assert strategy._gradient_weighting == "samples"
+    assert strategy._timeout == timedelta(minutes=1)
+
+
+def test_command_line_sets_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_as_flags_say(parse(*FLAGS, monkeypatch=monkeypatch).strategy)
+    assert type(parse("--trainer.strategy=ddp_hooks", monkeypatch=monkeypatch).strategy) is DDPHooksStrategy
+
+
+def test_yaml_sets_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        """
+        trainer:
+          strategy:
+            class_path: lightning_ddp_hooks.DDPHooksStrategy
+            init_args:
+              comm_hook: allreduce
+              bucket_cap_mb: 2
+              find_unused_parameters: true
+              gradient_weighting: samples
+              timeout: 0:01:00
+        """
+    )
+
+    assert_as_flags_say(parse("--config", str(tmp_path / "config.yaml"), monkeypatch=monkeypatch).strategy)
+
+
+def test_printed_configuration_can_be_read_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(*FLAGS, "--print_config", monkeypatch=monkeypatch)
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    assert "class_path: lightning_ddp_hooks.DDPHooksStrategy" in printed
+    (tmp_path / "config.yaml").write_text(printed)
+
+    assert_as_flags_say(parse("--config", str(tmp_path / "config.yaml"), monkeypatch=monkeypatch).strategy)
+
+
+@pytest.mark.parametrize("flag", ["bucket_cap_mb=wide", "gradient_weighting=tokens", "bucket_cap=2"])
+def test_command_line_refuses_wrong_arguments(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(FLAGS[0], f"--trainer.strategy.{flag}", monkeypatch=monkeypatch)
+
+    assert left.value.code == 2
+    assert re.split("[=]", flag)[0] in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- processes
+
+
+LAUNCHED = """
+import sys
+import torch
+import lightning_ddp_hooks
+from trainer_runs import EXACT, Net, make_module, state_of
+from lightning.pytorch import Trainer
+
+if __name__ == "__main__":
+    strategy, path = sys.argv[1:]
+    trainer = Trainer(**EXACT, devices=2, strategy=strategy)
+    assert trainer.strategy.launcher is not None
+    module = make_module(Net)
+    trainer.fit(module)
+    if trainer.is_global_zero:
+        torch.save(state_of(module), path)
+"""
+
+
+def run_script(text: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script that can import the package and the tests' models; without the caller's warning filters."""
+    script = cwd / "script.py"
+    script.write_text(text)
+    here = Path(__file__).parent
+    path = ":".join(str(folder) for folder in (here, here.parent, here.parent.parent))
+    env = {"PATH": "", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": str(cwd)}
+    return subprocess.run(
+        [sys.executable, script, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("name", ["ddp_hooks", "ddp_hooks_spawn", "ddp_hooks_fork"])
+def test_launchers_start_the_processes_themselves(name: str, tmp_path: Path) -> None:
+    done = run_script(LAUNCHED, name, str(tmp_path / "state.pt"), cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    state: State = torch.load(tmp_path / "state.pt", weights_only=True)
+    for key, tensor in fit(Net, "auto", EXACT).items():
+        # Trained in float64, but spawned processes give the weights back to a module of float32.
+        torch.testing.assert_close(state[key].float(), tensor.float())
+
+
+def slurm(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost",
+    }
+
+
+def fit_under_slurm() -> tuple[list[int], State, State]:
+    expected = fit(Net, "ddp", EXACT)
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    os.environ.update(slurm(rank))
+    torch.manual_seed(rank)
+    module = Net()
+    trainer = Trainer(**EXACT, strategy="ddp_hooks", devices=2)
+    assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
+    trainer.fit(module)
+    strategy = trainer.strategy
+    ranks = [strategy.global_rank, strategy.local_rank, strategy.world_size]
+    return ranks, {name: tensor.clone() for name, tensor in module.state_dict().items()}, expected
+
+
+@pytest.mark.ranks
+@pytest.mark.trainer
+def test_slurms_variables_are_understood() -> None:
+    for rank, (ranks, ours, ddp) in enumerate(run_ranks(fit_under_slurm)):
+        assert ranks == [rank, rank, 2]
+        assert_same(ours, ddp)
+
+
+# ---------------------------------------------------------------------- the other package of Lightning
+
+
+STANDALONE = """
+import pytorch_lightning as pl
+import lightning_ddp_hooks
+try:
+    pl.Trainer(strategy="ddp_hooks", accelerator="cpu", devices=2, logger=False)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.trainer
+def test_standalone_package_imported_before_ours_says_which_import_to_change(tmp_path: Path) -> None:
+    done = run_script(STANDALONE, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "use `import lightning.pytorch as pl`" in done.stdout
+
+
+def import_standalone_package() -> list[str]:
+    assert "pytorch_lightning" not in sys.modules
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an old package's imports
+        import pytorch_lightning as pl
+    messages = []
+    for strategy in ("ddp_hooks", "ddp_hooks_spawn", DDPHooksStrategy()):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.ranks
+def test_standalone_package_imported_after_ours_says_which_import_to_change() -> None:
+    (messages,) = run_ranks(import_standalone_package, world_size=1)
+
+    for message in messages:
+        assert "`import lightning.pytorch as pl`" in message
+        assert "`import pytorch_lightning as pl`" in message
