@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from hypothesis import Phase, given, seed, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from random_models import Spec, specs  # noqa: E402
-from test_random_models import check_batch  # noqa: E402
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+from random_models import Spec, specs
+from test_random_models import check_batch
 
 
 def main() -> None:

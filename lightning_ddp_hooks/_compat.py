@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.autograd import profiler
+from torch.autograd import grad_mode, profiler
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.profiler import record_function
 
 # ``torch.distributed.GradBucket`` is this class, but type checkers find it only where it is declared.
@@ -29,7 +30,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Raises:
         RuntimeError: outside a backward (torch's own message).
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def current_backward_id() -> int:
@@ -45,7 +46,7 @@ def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]
 
     Buffers are broadcast between two forwards of one graph; their saved values are not needed by the backward.
     """
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[no-any-return]
+    return grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def span(name: str) -> AbstractContextManager[object]:
@@ -79,7 +80,7 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
 
 def is_uninitialized(parameter: Tensor) -> bool:
     """Tell whether a parameter belongs to a lazy module that has not seen its first input."""
-    return isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin)
+    return isinstance(parameter, (UninitializedParameter, UninitializedBuffer))
 
 
 def ignored_names(module: torch.nn.Module) -> frozenset[str]:
@@ -131,6 +132,27 @@ def averages_by_itself(strategy: object) -> bool:
     return getattr(strategy, "_model_averaging_period", None) is not None
 
 
+def combined_loader_in_use(trainer: Any) -> Any:
+    """Return the `CombinedLoader` of the loop that is running, or None."""
+    if trainer.training:
+        loop = trainer.fit_loop
+    elif trainer.testing:
+        loop = trainer.test_loop
+    else:
+        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+    return loop._combined_loader
+
+
+def combined_mode(combined: Any) -> str:
+    """Return the mode of a `CombinedLoader`."""
+    return combined._mode  # type: ignore[no-any-return]
+
+
+def before_batch_transfer(module: Any, batch: Any) -> Any:
+    """Run the user's ``on_before_batch_transfer`` as the training loop does."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
 def logged_results(trainer: Any) -> Any:
     """Return the collection of what ``self.log`` has been given in the loop that is running, or None."""
     return trainer._results
@@ -172,8 +194,8 @@ def snapshot_metric(metric: Any) -> Callable[[], None]:
 def refuse_in_standalone_package(name: str) -> None:
     """Have ``pytorch_lightning``'s Trainer say which import to change when it is given our strategy's name.
 
-    ``pytorch_lightning`` has classes of its own, which do not mix with ``lightning.pytorch``'s. It may be imported after
-    us, so its import is watched.
+    ``pytorch_lightning`` has classes of its own, which do not mix with ``lightning.pytorch``'s. It may be imported
+    after us, so its import is watched.
     """
     package = "pytorch_lightning"
     if package in sys.modules:

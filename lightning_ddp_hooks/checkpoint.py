@@ -4,7 +4,8 @@ It lies under one key beside Lightning's own, and consists of tensors, str, int,
 
     checkpoint["lightning_ddp_hooks"] = {"format": 1, "step": 120, "hook": {...}, "missing": []}
 
-so that the checkpoint loads with ``weights_only=True``, and in a run with plain ``strategy="ddp"``, which ignores the key.
+so that the checkpoint loads with ``weights_only=True``, and in a run with plain ``strategy="ddp"``, which ignores the
+key.
 """
 
 from __future__ import annotations
@@ -44,12 +45,16 @@ def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     state = checkpoint.get(STATE_KEY)
     if state is None:
         return None
-    if not isinstance(state, dict) or not isinstance(state.get("format"), int) or not isinstance(state.get("step"), int):
+    if (
+        not isinstance(state, dict)
+        or not isinstance(state.get("format"), int)
+        or not isinstance(state.get("step"), int)
+    ):
         raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: expected a dict with `format` and `step`.")
     if state["format"] > FORMAT:
         raise ValueError(
-            f"The checkpoint's entry {STATE_KEY!r} has format {state['format']}; this version of lightning_ddp_hooks reads "
-            f"formats up to {FORMAT}."
+            f"The checkpoint's entry {STATE_KEY!r} has format {state['format']}; this version of lightning_ddp_hooks "
+            f"reads formats up to {FORMAT}."
         )
     if not isinstance(state.get("hook"), (dict, type(None))) or not isinstance(state.get("missing", []), list):
         raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: `hook` or `missing` has the wrong type.")

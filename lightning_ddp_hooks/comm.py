@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_ddp_hooks._compat import TorchGradBucket as TorchGradBucket
 
 ProcessGroup = dist.ProcessGroup
+DEFAULT_TIMEOUT: timedelta = dist.default_pg_timeout
 Work = dist.Work
 
 
@@ -36,7 +37,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
         )
     if group is None:
         return dist.group.WORLD  # type: ignore[return-value]
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int):  # what torch hands to a rank that is not in a group
         raise ValueError(f"Rank {dist.get_rank()} is not a member of the given process group.")
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"Expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}.")
@@ -151,7 +152,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
 
 
 def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one part of each."""
+    """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one of each."""
     work: Work | None = dist.all_to_all_single(output, tensor, group=group, async_op=True)
     assert work is not None
     return work

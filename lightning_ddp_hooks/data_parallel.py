@@ -13,11 +13,18 @@ from torch import Tensor, nn
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
+from lightning_ddp_hooks.join.data_parallel_hook import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_WITH_BUFFERS,
+    DataParallelJoinHook,
+)
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, Joinable):
     """Trains a module on several ranks: each rank runs its own batch, gradients become the mean over the ranks.
 
     Construction is collective: it compares the model over the ranks and sends rank 0's parameters and buffers to all.
@@ -94,7 +101,8 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients enabled, prepare for the backward."""
-        self.reducer.before_forward()
+        self.reducer.settle()
+        self.reducer.before_forward(self._announce_forward())
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             # As in torch, the forward decides whether its backward is synchronised.
@@ -127,6 +135,75 @@ class DataParallel(nn.Module):
             yield
         finally:
             self._sync = before
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may run out of data at different times; enter it on all ranks.
+
+        A rank that leaves the loop early shadows the others: in each of their synchronised backwards it sends zeros
+        (once, what it accumulated under `no_sync`) through the registered hook. In the end it takes over parameters and
+        buffers of a rank that ran out last. What its optimizer holds, such as momentum, stays as it was.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by the number of all ranks, so that each sample
+                weighs as much as before; False divides by the number of ranks that still have data.
+            enable: False costs nothing, if all ranks are known to have as much data.
+            throw_on_early_termination: raise on all ranks in the first forward after one has run out.
+
+        Example:
+            >>> with model.join(divide_by_initial_world_size=False):
+            ...     for batch in loader:
+            ...         loss(model(batch)).backward()
+            ...         optimizer.step()
+        """
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what this rank does once it has run out of data; for `Join`.
+
+        Args:
+            **kwargs: ``divide_by_initial_world_size``, as in `join`.
+        """
+        by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+
+        def announce_backward() -> None:
+            event = Join.notify(self, BACKWARD, wait=not by_world_size)
+            if event is not None and not by_world_size:
+                self.reducer.set_divisor(len(event.active))
+
+        self.reducer.settle()
+        self.reducer.on_pass = announce_backward
+        return DataParallelJoinHook(self.module, self.reducer, divide_by_initial_world_size=by_world_size)
+
+    def _announce_forward(self) -> int:
+        """Tell joined ranks of this forward; return the rank whose buffers it begins with."""
+        if self._join is None or not torch.is_grad_enabled():
+            return 0
+        if self.reducer.refreshes_buffers:
+            event = Join.notify(self, FORWARD_WITH_BUFFERS, wait=True)
+            assert event is not None
+            return event.active[0]
+        Join.notify(self, FORWARD)
+        return 0
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> comm.ProcessGroup:
+        """The ranks that train together."""
+        return self.reducer.parent_group
+
+    # ------------------------------------------------------------------ facts, end
 
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""

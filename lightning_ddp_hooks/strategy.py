@@ -11,14 +11,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY as AVERAGING_KEY
 from lightning_ddp_hooks.averaging.driver import Averaging
@@ -111,7 +110,7 @@ class DDPHooksStrategy(DDPStrategy):
         skip_missing_loss: Literal["zeros", "all"] = "zeros",
         reducer_backend: Literal["auto", "native", "python"] = "auto",
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = comm.DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: object | None = None,
@@ -143,7 +142,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._hook = resolve_hook(hook)
         self._gradient_weighting = gradient_weighting
         self._averager: ModelAverager | None = None
-        self._averaging_settings: dict[str, bool] = {}
+        self._averaging_settings: dict[str, Any] = {}
         if model_averaging_period is not None:
             if averager is not None:
                 raise ValueError("Set `averager` or `model_averaging_period`, not both.")
@@ -221,7 +220,8 @@ class DDPHooksStrategy(DDPStrategy):
         hook_follows_schedule(averager, self._hook)
         if self._gradient_weighting == "samples":
             raise ValueError(
-                '`gradient_weighting="samples"` weighs gradients, which are not exchanged once `averager` has taken over.'
+                '`gradient_weighting="samples"` weighs gradients, which are not exchanged once `averager` has taken '
+                "over."
             )
         self._averager = averager
         self._averaging_settings = {"before_eval": average_before_eval, "save_replicas": save_replicas}
@@ -530,7 +530,8 @@ def _averager_by_lightnings_names(period: int, state: object | None) -> ModelAve
             "`averager=PeriodicModelAverager(period=..., warmup_steps=...)`."
         )
     rank_zero_warn(
-        "`model_averaging_period` is Lightning's name: use `averager=PeriodicModelAverager(period=..., warmup_steps=...)`."
+        "`model_averaging_period` is Lightning's name: use `averager=PeriodicModelAverager(period=..., "
+        "warmup_steps=...)`."
     )
     return PeriodicModelAverager(period=period, warmup_steps=start)
 

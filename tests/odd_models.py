@@ -1,4 +1,4 @@
-"""Models and ways to train them that a reducer must get right, and the single-process reference that says what is right.
+"""Models and ways to train them that a reducer must get right, and the single-process reference of what is right.
 
 The reference runs every rank's part on a copy of the model in one process and averages the gradients that result: a
 gradient that no copy has stays None, one that some copies lack counts as zero there.

@@ -66,10 +66,8 @@ class ReducerConfig:
             auto_bytes: what ``bucket_cap_mb="auto"`` came to; before that is known it counts as 25 MiB.
         """
         if self.bucket_cap_mb == "auto":
-            cap = auto_bytes or _bytes(DEFAULT_CAP_MB)
-        else:
-            cap = _bytes(self.bucket_cap_mb)
-        return [_bytes(self.first_bucket_mb), cap]
+            return [_bytes(self.first_bucket_mb), auto_bytes or _bytes(DEFAULT_CAP_MB)]
+        return [_bytes(self.first_bucket_mb), _bytes(self.bucket_cap_mb)]
 
     def settings(self) -> dict[str, object]:
         """Return the values that must be the same on all ranks, by name."""

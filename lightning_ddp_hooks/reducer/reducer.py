@@ -7,8 +7,8 @@
 [Note: three ways to agree] Ranks must issue the same collectives although a rank may lack gradients:
   * recording (the first backward, and after a change of the trainable set): nothing is launched before the end; ranks
     exchange full reports, then reduce, then rebuild the buckets in the order that was seen;
-  * counting (automatic optimisation): all buckets are sent, missing gradients as zeros; the number of oddities is summed
-    in one element behind the last bucket, and only if it is not zero do ranks exchange reports;
+  * counting (automatic optimisation): all buckets are sent, missing gradients as zeros; the number of oddities is
+    summed in one element behind the last bucket, and only if it is not zero do ranks exchange reports;
   * flags (manual optimisation, ``find_unused_parameters=True``): ranks sum one flag for each parameter before the
     remaining buckets are sent, so that a bucket that nobody used is not sent at all.
 """
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 _MAX_RECORDINGS = 16
 
 
-class _InFlight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _InFlight:
     """A launched bucket; it holds the buffer until the reduced values have been copied back."""
 
     index: int
@@ -606,7 +608,8 @@ class Reducer:
 
     def _collect(self) -> None:
         with _compat.span("ldh::wait"):
-            for index, bucket, pending in self._in_flight:
+            for flight in self._in_flight:
+                index, bucket, pending = flight.index, flight.bucket, flight.pending
                 stream = self._bucket_streams[index]
                 with stream.context():
                     result = pending.wait()
@@ -617,7 +620,8 @@ class Reducer:
 
     def _write_back(self, unused: frozenset[int]) -> None:
         untouched = sorted(unused)
-        for index, bucket, _ in self._in_flight:
+        for flight in self._in_flight:
+            index, bucket = flight.index, flight.bucket
             self._engine.write_back(index, untouched if unused else ())
             for slot, view in zip(bucket.layout.slots, bucket.views, strict=True) if self._saved else ():
                 if slot.index in unused and slot.index in self._saved:
@@ -711,8 +715,8 @@ class Reducer:
                 "that the graph never changes; use `find_unused_parameters=True` instead."
             )
         return (
-            f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with re-entrant "
-            "activation checkpointing when a block is used a varying number of times; pass `use_reentrant=False` to "
+            f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with "
+            "re-entrant activation checkpointing when a block is used a varying number of times; pass `use_reentrant=False` to "
             "torch.utils.checkpoint.checkpoint."
         )
 

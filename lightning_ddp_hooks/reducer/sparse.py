@@ -29,7 +29,10 @@ def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: co
     """
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *like.shape[1:])), like.shape, check_invariants=False
+            torch.empty((1, 0), dtype=torch.int64),
+            torch.empty((0, *like.shape[1:])),
+            like.shape,
+            check_invariants=False,
         ).to(device=like.device, dtype=like.dtype)
     gradient = gradient.coalesce()
     indices = comm.all_gather_padded(gradient.indices().t().contiguous(), group)

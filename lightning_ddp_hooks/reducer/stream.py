@@ -70,15 +70,18 @@ class HostStream:
         self._here: AbstractContextManager[object] = nullcontext()
 
     def after_compute(self) -> AbstractContextManager[object]:
+        """Enter the communication stream, behind what the compute stream has queued."""
         return self._here
 
     def context(self) -> AbstractContextManager[object]:
+        """Enter the communication stream."""
         return self._here
 
     def join(self) -> None:
-        pass
+        """Let the compute stream wait for the communication stream."""
 
     def read(self, tensor: Tensor) -> Readout:
+        """Begin to bring a number to the host."""
         return _HostReadout(tensor)
 
 
@@ -113,18 +116,22 @@ class CudaStream:
         self._done = torch.cuda.Event()
 
     def after_compute(self) -> AbstractContextManager[object]:
+        """Enter the communication stream, behind what the compute stream has queued."""
         self._ready.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._ready)
         return torch.cuda.stream(self._stream)
 
     def context(self) -> AbstractContextManager[object]:
+        """Enter the communication stream."""
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
+        """Let the compute stream wait for the communication stream."""
         self._done.record(self._stream)
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def read(self, tensor: Tensor) -> Readout:
+        """Begin to bring a number to the host."""
         return _DeviceReadout(tensor)
 
 

@@ -47,7 +47,8 @@ def _first_difference(rows_of_ranks: Sequence[Sequence[str]]) -> str:
         if len(seen) > 1:
             sides = "; ".join(f"{ranks_text(ranks)}: {row}" for row, ranks in seen.items())
             return (
-                f"The ranks were given different models or settings. First difference, at position {position}: {sides}. "
+                f"The ranks were given different models or settings; the first difference, at position {position}, is "
+                f"{sides}. "
                 "Build the same module in the same order, with the same arguments, on every rank."
             )
     raise AssertionError("digests differ but rows do not")

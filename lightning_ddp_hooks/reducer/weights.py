@@ -36,7 +36,8 @@ class SampleWeights:
 
     def factor(self) -> float:
         """Return the number of ranks times this rank's share of all samples of the micro-batch."""
-        assert self._total is not None and self._work is not None, "post() comes first"
+        assert self._total is not None, "post() comes first"
+        assert self._work is not None
         self._work.wait()
         total = int(self._total)
         return comm.world_size(self._group) * self._own / total if total else 0.0

@@ -1,4 +1,4 @@
-"""The real device: the same numbers as on the CPU, overlap as the profiler saw it, and memory that is not reused too soon.
+"""The real device: the numbers of the CPU, overlap as the profiler saw it, and memory that is not reused too soon.
 
 Two ranks share one GPU over gloo, which moves CUDA tensors too; NCCL is used where each rank has a GPU of its own.
 """
@@ -17,7 +17,13 @@ import lightning_ddp_hooks as ldh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
-ON_DEVICE = ["plain", "accumulation", "heads differ by rank and step", "complex", "channels_last with BatchNorm and 1x1"]
+ON_DEVICE = [
+    "plain",
+    "accumulation",
+    "heads differ by rank and step",
+    "complex",
+    "channels_last with BatchNorm and 1x1",
+]
 BACKENDS = ["python", "native"]
 
 
