@@ -716,8 +716,8 @@ class Reducer:
             )
         return (
             f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with "
-            "re-entrant activation checkpointing when a block is used a varying number of times; pass `use_reentrant=False` to "
-            "torch.utils.checkpoint.checkpoint."
+            "re-entrant activation checkpointing when a block is used a varying number of times; pass "
+            "`use_reentrant=False` to torch.utils.checkpoint.checkpoint."
         )
 
     # ------------------------------------------------------------------ facts, end
