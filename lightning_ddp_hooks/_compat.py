@@ -73,6 +73,16 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all elements, one tensor behind the other, in one call."""
+    return torch._utils._flatten_dense_tensors(list(tensors))  # type: ignore[no-any-return]
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `flatten` in one call: return views in the shapes of ``like``."""
+    return list(torch._utils._unflatten_dense_tensors(flat, list(like)))
+
+
 def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
     """Scale each tensor in place in one call."""
     torch._foreach_mul_(list(tensors), factor)

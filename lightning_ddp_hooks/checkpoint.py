@@ -2,7 +2,7 @@
 
 It lies under one key beside Lightning's own, and consists of tensors, str, int, float, bool, None, list and dict only:
 
-    checkpoint["lightning_ddp_hooks"] = {"format": 1, "step": 120, "hook": {...}, "missing": []}
+    checkpoint["lightning_ddp_hooks"] = {"format": 1, "step": 120, "hook": {...}, "loss_scale": 1.0, "missing": []}
 
 so that the checkpoint loads with ``weights_only=True``, and in a run with plain ``strategy="ddp"``, which ignores the
 key.
@@ -10,6 +10,7 @@ key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,16 +20,17 @@ STATE_KEY = "lightning_ddp_hooks"
 FORMAT = 1
 
 
-def training_state(step: int, hook: BoundHook | None, *, collective: bool) -> dict[str, Any]:
+def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0, collective: bool) -> dict[str, Any]:
     """Return what a run needs to go on; collective if a hook has state.
 
     Args:
         step: the training step that comes next.
         hook: the hook at work.
+        loss_scale: the scale of the gradients that the hook has seen last.
         collective: False after an error, when other ranks may be anywhere: what needs them is left out then, and named
             under ``"missing"``.
     """
-    state: dict[str, Any] = {"format": FORMAT, "step": step, "hook": None, "missing": []}
+    state: dict[str, Any] = {"format": FORMAT, "step": step, "hook": None, "loss_scale": loss_scale, "missing": []}
     if hook is not None and collective:
         state["hook"] = hook.state_dict()
     elif hook is not None:
@@ -58,6 +60,9 @@ def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     if not isinstance(state.get("hook"), (dict, type(None))) or not isinstance(state.get("missing", []), list):
         raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: `hook` or `missing` has the wrong type.")
+    scale = state.get("loss_scale", 1.0)
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: found `loss_scale` {scale!r}.")
     return state
 
 
@@ -75,6 +80,12 @@ def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None
     saved = state["hook"]
     if hook is None:
         return "The checkpoint holds the state of a communication hook, but this run has none." if saved else None
-    if saved is not None:
+    if saved is None:
+        return None
+    try:
         hook.load_state_dict(saved)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The checkpoint's state of communication hook {hook.name} is damaged: {type(error).__name__}: {error}."
+        ) from error
     return None

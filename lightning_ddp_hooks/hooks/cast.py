@@ -124,6 +124,9 @@ class _BoundCast(BoundHook):
     def stats(self) -> dict[str, Any]:
         return self._inner.stats()
 
+    def rescale(self, factor: float) -> None:
+        self._inner.rescale(factor)
+
     def state_dict(self) -> dict[str, Any]:
         return self._inner.state_dict()
 

@@ -144,6 +144,7 @@ class _BoundPerParameter(BoundHook):
                 view.copy_(gradients[position])
             names = tuple(bucket.names[position] for position in part.positions)
             view_of_part = GradBucket(storage, bucket.index(), bucket.is_last(), names, bucket.divisor)
+            view_of_part.unused = bucket.unused
             running.append((part, view_of_part, self._children[part.child].reduce(view_of_part)))
         while running:
             handles: list[Waitable] = []
@@ -161,6 +162,10 @@ class _BoundPerParameter(BoundHook):
 
     def stats(self) -> dict[str, Any]:
         return {f"{n} {child.name}": child.stats() for n, child in enumerate(self._children)}
+
+    def rescale(self, factor: float) -> None:
+        for child in self._children:
+            child.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         return tagged(self.name, {"hooks": [child.state_dict() for child in self._children]})
@@ -287,6 +292,10 @@ class _BoundSchedule(BoundHook):
 
     def stats(self) -> dict[str, Any]:
         return {f"{n} {child.name}": child.stats() for n, child in enumerate(self._children)}
+
+    def rescale(self, factor: float) -> None:
+        for child in self._children:
+            child.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         return tagged(self.name, {"hooks": [child.state_dict() for child in self._children]})

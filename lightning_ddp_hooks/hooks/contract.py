@@ -106,6 +106,12 @@ class BoundHook(ABC):
         """Return facts for reports, such as a compression rate; may wait for the device."""
         return {}
 
+    def rescale(self, factor: float) -> None:  # noqa: B027  (most hooks keep nothing)
+        """Multiply what is kept of earlier gradients: from now on gradients come that many times as large.
+
+        So it is when a GradScaler has changed the scale of the loss.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on: tensors, str, int, float, bool, None, list and dict only. Collective."""
         return {}
@@ -113,7 +119,10 @@ class BoundHook(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned, maybe with another number of ranks."""
         if state:
-            raise ValueError(f"{self.name} has no state, but the checkpoint holds some: {sorted(state)}.")
+            raise ValueError(
+                f"Communication hook {self.name!r} has no state, but the checkpoint holds that of {state.get('hook')!r}: "
+                "continue with the hook that the checkpoint was written with, or delete its state from the checkpoint."
+            )
 
 
 class CommHook(ABC):

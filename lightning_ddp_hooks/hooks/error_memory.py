@@ -7,7 +7,8 @@ feedback fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,6 +68,21 @@ class ErrorMemory:
         self._flats[bucket.index()] = (bucket.names, flat)
         return flat
 
+    def aside(self, bucket: GradBucket) -> AbstractContextManager[None]:
+        """Keep the residuals of parameters that no rank has used as they are, whatever is written meanwhile.
+
+        What is reduced for them is thrown away, so that nothing of their residuals counts as sent.
+        """
+        if not bucket.unused:
+            return _NOTHING_ASIDE
+        self.of(bucket)
+        return set_aside([self._homes[name] for name in bucket.names if name in bucket.unused])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for home in self._homes.values():
+            home.mul_(factor)
+
     def clear(self) -> None:
         """Forget all residuals and free their memory."""
         self._flats.clear()
@@ -99,6 +115,22 @@ class ErrorMemory:
         for name, residual in state.items():
             if name not in self._homes:
                 self._homes[name] = residual.detach().clone().view(-1)
+
+
+_NOTHING_ASIDE = nullcontext()
+
+
+@contextmanager
+def set_aside(residuals: Sequence[Tensor]) -> Iterator[None]:
+    """Put zeros in the place of residuals, and the residuals back at the end."""
+    kept = [residual.clone() for residual in residuals]
+    for residual in residuals:
+        residual.zero_()
+    try:
+        yield
+    finally:
+        for residual, before in zip(residuals, kept, strict=True):
+            residual.copy_(before)
 
 
 def residual_dtype(gradient: torch.dtype) -> torch.dtype:

@@ -162,7 +162,8 @@ class BoundPowerSGD(BoundHook):
         if not plan.batches:
             yield from self._mean.phases(bucket)
             return None
-        yield from self._compress(bucket, plan, step)
+        with self._error.aside(bucket):
+            yield from self._compress(bucket, plan, step)
         return None
 
     def _compress(self, bucket: GradBucket, plan: Plan, step: int) -> Phases:
@@ -256,6 +257,10 @@ class BoundPowerSGD(BoundHook):
             "compression_rate": self._numel_before / after if after else 1.0,
             "steps_not_finite": int(self._not_finite),
         }
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the errors; the right factors have no scale of their own."""
+        self._error.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error and the right factors by name; collective."""

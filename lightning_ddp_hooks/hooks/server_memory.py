@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.chunks import Chunks
+from lightning_ddp_hooks.hooks.error_memory import set_aside
 from lightning_ddp_hooks.hooks.state import mean_over_ranks
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
@@ -79,6 +81,23 @@ class ServerMemory:
                 worker_residual[begin : begin + piece.numel()].add_(piece)
         self._owed[bucket.index()] = fresh
         return fresh.residual
+
+    def aside(self, bucket: GradBucket) -> AbstractContextManager[None]:
+        """Keep the residuals of parameters that no rank has used; see `ErrorMemory.aside`. After `of`."""
+        if not bucket.unused:
+            return nullcontext()
+        pieces = self._owed[bucket.index()].pieces()
+        return set_aside([piece for name, _, _, piece in pieces if name in bucket.unused])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for owed in self._owed.values():
+            owed.residual.mul_(factor)
+        for _, pieces in self._homeless.values():
+            for _, piece in pieces:
+                piece.mul_(factor)
+        for loaded in self._loaded.values():
+            loaded.mul_(factor)
 
     def _retire(self, owed: _Owed) -> None:
         for name, numel, where, piece in owed.pieces():

@@ -39,7 +39,7 @@ def untagged(hook: str, state: Mapping[str, Any]) -> dict[str, Any]:
     if found != hook:
         raise ValueError(
             f"Expected the state of communication hook {hook!r}, found that of {found!r}: continue with the hook that "
-            "the checkpoint was written with, or leave its state out."
+            "the checkpoint was written with, or delete its state from the checkpoint."
         )
     if int(state.get("format", 0)) > FORMAT:
         raise ValueError(

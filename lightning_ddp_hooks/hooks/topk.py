@@ -1,6 +1,6 @@
 """The mean of the largest gradients of each rank; the others wait until they have grown."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.carry_over import CarryOver
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Waitable
 from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.state import tagged, untagged
@@ -96,7 +96,15 @@ class _BoundTopK(BoundHook):
         if self._world_size == 1 or not buffer.numel():
             buffer.div_(bucket.divisor)
             return None
-        residual = self._memory.of(bucket) if self._feedback else None
+        if not self._feedback:
+            yield from self._exchange(bucket, None)
+            return None
+        with self._memory.aside(bucket):
+            yield from self._exchange(bucket, self._memory.of(bucket))
+        return None
+
+    def _exchange(self, bucket: GradBucket, residual: Tensor | None) -> Generator[Waitable, None, None]:
+        buffer = bucket.buffer()
         with record_function("ldh::top_k"):
             total = buffer.float() if residual is None else (buffer + residual).float()
             k = self._entries(total.numel())
@@ -119,11 +127,14 @@ class _BoundTopK(BoundHook):
             for theirs in gathered:  # one after the other: within one rank's indices none comes twice
                 mean.index_add_(0, theirs[4 * k :].view(torch.int32), theirs[: 4 * k].view(torch.float32))
             torch.mul(mean, 1.0 / bucket.divisor, out=buffer)
-        return None
 
     def stats(self) -> dict[str, Any]:
         """Return how often the residuals were left as they were; waits for the device."""
         return {"left_out": self._carry.left_out} if self._feedback else {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        self._memory.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._feedback:

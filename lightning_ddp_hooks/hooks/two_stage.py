@@ -17,7 +17,7 @@ rebuilt, the latter goes to the former: added to one rank's gradient it enters t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.carry_over import CarryOver
 from lightning_ddp_hooks.hooks.chunks import Chunks
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, Waitable
 from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
 from lightning_ddp_hooks.hooks.kernels import BlockCodec, uniform_noise
 from lightning_ddp_hooks.hooks.server_memory import ServerMemory
@@ -98,14 +98,20 @@ class TwoStageHook(BoundHook):
                 dense.wait()
             return None
 
+        if not self._feedback:
+            yield from self._run_stages(bucket, None)
+            return None
+        worker = self._workers.of(bucket)
+        server = self._servers.of(bucket, self._buffers_of(bucket).chunks, worker)
+        with self._workers.aside(bucket), self._servers.aside(bucket):
+            yield from self._run_stages(bucket, Residuals(worker, server))
+        return None
+
+    def _run_stages(self, bucket: GradBucket, residuals: Residuals | None) -> Generator[Waitable, None, None]:
+        buffer = bucket.buffer()
         buffers, stages = self._buffers_of(bucket), self._stages
         chunks = buffers.chunks
         draw = self._next_draw()
-        residuals: Residuals | None = None
-        if self._feedback:
-            worker = self._workers.of(bucket)
-            residuals = Residuals(worker, self._servers.of(bucket, chunks, worker))
-
         with record_function("ldh::quantize"):
             stages.encode(buffers, buffer, residuals, self._noise(buffers, draw, 0, chunks.world_size))
         first = comm.start_all_to_all(buffers.received.bytes, buffers.sent.bytes, self._first_group)
@@ -120,7 +126,6 @@ class TwoStageHook(BoundHook):
 
         with record_function("ldh::dequantize"):
             stages.finish(buffers, self._rank, buffer, 1.0 / bucket.divisor, residuals, self._carry)
-        return None
 
     def _buffers_of(self, bucket: GradBucket) -> StageBuffers:
         """Return the buffers of a bucket, which are kept from step to step: fresh pages cost more than filling them."""
@@ -153,6 +158,11 @@ class TwoStageHook(BoundHook):
     def stats(self) -> dict[str, Any]:
         """Return how often the residuals were left as they were; waits for the device."""
         return {"left_out": self._carry.left_out} if self._feedback else {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals of both stages."""
+        self._workers.rescale(factor)
+        self._servers.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean residuals of both stages; collective."""

@@ -69,9 +69,12 @@ class GradBucket:
         is_last: whether it is the last one of the backward.
         names: the parameters' names, in slot order.
         divisor: by what the sum over ranks is to be divided.
+
+    Attributes:
+        unused: names of those parameters that no rank has used: whatever is reduced for them is thrown away.
     """
 
-    __slots__ = ("_bucket", "_index", "_is_last", "_replaced", "divisor", "names")
+    __slots__ = ("_bucket", "_index", "_is_last", "_replaced", "divisor", "names", "unused")
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool, names: tuple[str, ...], divisor: float) -> None:
         self._bucket = bucket
@@ -80,6 +83,7 @@ class GradBucket:
         self._replaced: Tensor | None = None
         self.names = names
         self.divisor = divisor
+        self.unused: frozenset[str] = frozenset()
 
     def buffer(self) -> Tensor:
         """Return the flat gradient buffer, shape ``(numel,)``; the one set by `set_buffer`, if any."""

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -309,15 +310,15 @@ class Reducer:
         return self._buffers_stale and not self.keeps_buffers and torch.is_grad_enabled()
 
     def refresh_buffers(self, src: int = 0) -> None:
-        """Take over the buffers of one rank; a collective call. Nothing happens with ``broadcast_buffers=False``.
+        """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own.
 
         Args:
             src: the rank whose buffers are up to date; rank 0's are not once it has run out of data.
         """
         self._buffers_stale = False
-        if self.config.broadcast_buffers:
+        if self.config.broadcast_buffers and not self.keeps_buffers and (buffers := self._buffers_now()):
             with _compat.span("ldh::broadcast_buffers"):
-                broadcast_tensors(self._buffers_now(), self.group, src)
+                broadcast_tensors(buffers, self.group, src)
 
     def _watch_thawed(self) -> None:
         """Have a parameter that was frozen and is not any more open a pass, in case no other one gets a gradient."""
@@ -349,13 +350,13 @@ class Reducer:
             self._finish()
 
     @contextmanager
-    def shadowing(self) -> Iterator[None]:
-        """Let this rank do its part of backwards for which it has no data.
+    def shadowing(self, shadowing: bool = True) -> Iterator[None]:
+        """Let this rank do its part of backwards for which it has no data (if so).
 
         What lies in ``.grad`` is sent. A rank that has accumulated nothing since the last synchronised backward counts
         as absent: no gradient is missed from it, and its missing loss makes nobody skip the step.
         """
-        self._shadowing = True
+        self._shadowing = shadowing
         try:
             yield
         finally:
@@ -407,12 +408,7 @@ class Reducer:
 
     def watch_backward_of(self, outputs: Sequence[Tensor]) -> None:
         """Learn of the end of the outermost backward through ``outputs``, also with re-entrant checkpointing."""
-        for output in outputs:
-            output.register_hook(self._outermost_backward)
-
-    def _outermost_backward(self, _: Tensor) -> None:
-        if self._engine.sync and not self._engine.armed:
-            self._engine.arm()
+        self._engine.watch(outputs)
 
     # ------------------------------------------------------------------ what the engine calls
 
@@ -432,13 +428,20 @@ class Reducer:
         self._count_oddities(sum(param.requires_grad for param in self._frozen))
         self._engine.start()
 
-    def bucket_full(self, index: int) -> None:
-        """Launch the bucket."""
+    def bucket_full(self, index: int, unused: AbstractSet[int] = frozenset()) -> None:
+        """Launch the bucket.
+
+        Args:
+            index: of the bucket.
+            unused: parameters whose result will be thrown away.
+        """
         bucket = self._buckets[index]
         stream = self._bucket_streams[index]
         last = index == len(self._buckets) - 1
         with _compat.span("ldh::launch"), stream.after_compute():
             view = GradBucket(bucket, index, last, self._bucket_names[index], self.divisor)
+            if unused:
+                view.unused = frozenset(self.names[i] for i in bucket.layout.indices if i in unused)
             self._in_flight.append(_InFlight(index, bucket, self._comm.launch(view, bucket)))
 
     def backward_ended(self) -> None:
@@ -474,7 +477,8 @@ class Reducer:
     def _finish_pass(self) -> None:
         engine = self._engine
         self.skip_step = False
-        if not self._custom_comm:
+        # Where something may be missing, the engine's buckets are looked after here; else it ends the pass by itself.
+        if not self._custom_comm and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
             sent = range(engine.launched)
             self._in_flight = [_InFlight(index, self._buckets[index], _EngineSum(engine, index)) for index in sent]
         if engine.hold:
@@ -603,11 +607,22 @@ class Reducer:
                 if not used[slot.index] and self.params[slot.index].grad is view:
                     self._saved[slot.index] = view.clone()
             engine.fill(index)
-            self.bucket_full(index)
+            if not self._custom_comm:
+                self.bucket_full(index)
+                continue
+            frozen = {i for i in bucket.layout.indices if not used[i] and not self.params[i].requires_grad}
+            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
+                # A hook must not choose or scale by gradients of earlier backwards.
+                if slot.index in unused and (slot.index in self._saved or self.params[slot.index].grad is not view):
+                    view.zero_()
+            self.bucket_full(index, unused | frozen)
         engine.launched = len(self._buckets)
 
     def _collect(self) -> None:
         with _compat.span("ldh::wait"):
+            if not self._in_flight:
+                self._engine.finish()
+                return
             for flight in self._in_flight:
                 index, bucket, pending = flight.index, flight.bucket, flight.pending
                 stream = self._bucket_streams[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,34 +28,50 @@ def broadcast_tensors(
         src: the sending rank's position in the group.
         chunk_bytes: how much is sent at a time, and so how much memory is taken for it.
     """
-    for chunk in _chunks(tensors, chunk_bytes):
-        flat = torch.cat([_real(tensor).reshape(-1) for tensor in chunk])
-        comm.broadcast(flat, group, src).wait()
-        if comm.rank(group) == src:
-            continue
-        with _compat.preserve_versions(chunk):
-            offset = 0
-            for tensor in chunk:
-                target = _real(tensor)
-                target.copy_(flat[offset : offset + target.numel()].view(target.shape))
-                offset += target.numel()
+    sends = comm.rank(group) == src
+    before: _Sent | None = None
+    for chunk in _chunks(tensors, chunk_bytes):  # while one travels, the next one is packed
+        now = _Sent.start(chunk, group, src, sends)
+        if before is not None:
+            before.finish(sends)
+        before = now
+    if before is not None:
+        before.finish(sends)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+class _Sent(NamedTuple):
+    """A chunk on its way."""
+
+    chunk: list[Tensor]
+    parts: list[Tensor]
+    flat: Tensor
+    work: comm.Work
+
+    @classmethod
+    def start(cls, chunk: list[Tensor], group: comm.ProcessGroup, src: int, sends: bool) -> _Sent:
+        parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in chunk]
+        flat = _compat.flatten(parts) if sends else parts[0].new_empty(sum(part.numel() for part in parts))
+        return cls(chunk, parts, flat, comm.broadcast(flat, group, src))
+
+    def finish(self, sends: bool) -> None:
+        self.work.wait()
+        if not sends:
+            with _compat.preserve_versions(self.chunk):
+                _compat.foreach_copy_(self.parts, _compat.unflatten(self.flat, self.parts))
 
 
 def _chunks(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    """Split into runs of one dtype and device, of at most ``limit`` bytes or of one tensor."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
         key = (tensor.dtype, tensor.device)
-        chunk, size = kinds.get(key, ([], 0))
         nbytes = tensor.numel() * tensor.element_size()
-        if chunk and size + nbytes > limit:
-            yield chunk
-            chunk, size = [], 0
-        kinds[key] = ([*chunk, tensor], size + nbytes)
-    for chunk, _ in kinds.values():
-        yield chunk
+        if key in kinds and sizes[key] + nbytes > limit:
+            yield kinds.pop(key)
+            sizes[key] = 0
+        kinds.setdefault(key, []).append(tensor)
+        sizes[key] = sizes.get(key, 0) + nbytes
+    yield from kinds.values()

@@ -102,6 +102,17 @@ void Engine::arm() {
   });
 }
 
+void Engine::watch(const std::vector<at::Tensor>& outputs) {
+  for (const auto& output : outputs) {
+    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
+      const auto self = weak.lock();
+      if (self && self->sync && !self->armed) {
+        self->arm();
+      }
+    });
+  }
+}
+
 void Engine::stop() {
   const Lock lock(hooks_.anchor()->mutex);
   active = false;
@@ -251,6 +262,27 @@ void Engine::fill_deferred(Bucket& bucket) {
 void Engine::wait(size_t index) {
   // Without the lock: this may take long.
   bucket_at(index).sum.wait();
+}
+
+void Engine::finish() {
+  std::vector<size_t> launched;
+  for (size_t i = 0; i < buckets_.size(); i++) {
+    if (buckets_[i].sum.is_pending()) {
+      launched.push_back(i);
+      buckets_[i].sum.wait_on_its_stream();
+    }
+  }
+  std::vector<c10::Stream> joined;
+  for (const auto i : launched) {
+    const auto& stream = buckets_[i].sum.stream();
+    if (stream && std::find(joined.begin(), joined.end(), *stream) == joined.end()) {
+      buckets_[i].sum.join();
+      joined.push_back(*stream);
+    }
+  }
+  for (const auto i : launched) {
+    write_back(i, {});
+  }
 }
 
 void Engine::write_back(size_t index, const std::vector<int64_t>& untouched) {

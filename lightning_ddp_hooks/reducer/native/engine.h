@@ -45,6 +45,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   void set_mean_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
   void start();
   void arm();
+  void watch(const std::vector<at::Tensor>& outputs);
   void stop();
   std::vector<int64_t> unready();
   std::vector<int64_t> fired();
@@ -54,6 +55,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   void forget_use();
   void fill(size_t bucket);
   void wait(size_t bucket);
+  void finish();
   void write_back(size_t bucket, const std::vector<int64_t>& untouched);
   void close();
 

@@ -79,6 +79,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_mean_group", &Engine::set_mean_group, NoGil())
       .def("start", &Engine::start, NoGil())
       .def("arm", &Engine::arm, NoGil())
+      .def("watch", &Engine::watch, NoGil())
       .def("stop", &Engine::stop, NoGil())
       .def("unready", &Engine::unready, NoGil())
       .def("fired", &Engine::fired, NoGil())
@@ -96,6 +97,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("forget_use", &Engine::forget_use, NoGil())
       .def("fill", &Engine::fill, NoGil())
       .def("wait", &Engine::wait, NoGil())
+      .def("finish", &Engine::finish, NoGil())
       .def("write_back", &Engine::write_back, NoGil())
       .def("close", &Engine::close, NoGil());
   bind_quantization(m);

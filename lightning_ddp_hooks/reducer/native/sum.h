@@ -21,6 +21,20 @@ class Sum {
   // Blocks until the sum is there; on a device only the current stream waits.
   void wait();
 
+  // The same where another stream is the current one.
+  void wait_on_its_stream();
+
+  // Lets the compute stream wait for all that its stream has been given.
+  void join();
+
+  const std::optional<c10::Stream>& stream() const {
+    return stream_;
+  }
+
+  bool is_pending() const {
+    return work_ != nullptr;
+  }
+
   void forget() {
     work_.reset();
   }
@@ -28,6 +42,7 @@ class Sum {
  private:
   std::optional<c10::Stream> stream_;
   std::optional<c10::Event> ready_;  // the compute stream has the bucket's gradients
+  std::optional<c10::Event> done_;   // the communication stream has the sums
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
