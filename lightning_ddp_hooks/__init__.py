@@ -1,6 +1,6 @@
 """Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
 
-from lightning_ddp_hooks import averaging, callbacks, hooks, optim
+from lightning_ddp_hooks import averaging, callbacks, hooks, join, optim
 from lightning_ddp_hooks.data_parallel import DataParallel
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.strategy import DDPHooksStrategy, register
@@ -16,5 +16,6 @@ __all__ = [
     "averaging",
     "callbacks",
     "hooks",
+    "join",
     "optim",
 ]

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from lightning_ddp_hooks.averaging.driver import STATE_KEY as AVERAGING_KEY
 from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
+from lightning_ddp_hooks.callbacks.uneven_strategy import UnevenStrategy
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
 from lightning_ddp_hooks.hooks.install import install_hook
@@ -33,16 +34,19 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
+
+    from lightning_ddp_hooks.callbacks.uneven_inputs import UnevenInputs
 
 log = logging.getLogger(__name__)
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class DDPHooksStrategy(DDPStrategy):
+class DDPHooksStrategy(UnevenStrategy):
     """Data-parallel training with communication hooks; takes the place of ``strategy="ddp"``.
 
     It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go
@@ -170,6 +174,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._bound_hook: BoundHook | None = None
         self._restored: dict[str, Any] | None = None
         self._step = 0
+        self._loss_scale = 1.0
         self._passes_in_backward = 0
         self._missing_loss: Tensor | None = None
 
@@ -226,6 +231,20 @@ class DDPHooksStrategy(DDPStrategy):
         self._averager = averager
         self._averaging_settings = {"before_eval": average_before_eval, "save_replicas": save_replicas}
 
+    @override
+    def use_uneven_inputs(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
+        if self._gradient_weighting == "samples" and settings.divisor != "samples":
+            raise ValueError(
+                '`gradient_weighting="samples"` contradicts `UnevenInputs(divisor='
+                f'"{settings.divisor}")`: set `divisor="samples"`.'
+            )
+        if self._averager is not None and settings.divisor == "samples":
+            raise ValueError(
+                '`UnevenInputs(divisor="samples")` weighs gradients, which are not exchanged once `averager` has taken '
+                "over."
+            )
+        super().use_uneven_inputs(settings, trainer)
+
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""
         return self.reducer.stats()
@@ -251,9 +270,10 @@ class DDPHooksStrategy(DDPStrategy):
         )
         if self._restored is not None:
             self._step = self._restored["step"]
+        self._loss_scale = 1.0 if self._restored is None else self._restored.get("loss_scale", 1.0)
         if self._hook is not None:
             self._install_hook(self._hook)
-        if self._gradient_weighting == "samples":
+        if self._gradient_weighting == "samples" and self._uneven is None:
             self._weights = SampleWeights(self._reducer.control_group)
         self._failed = False
         self._final_state = self._final_averaging = None
@@ -278,6 +298,17 @@ class DDPHooksStrategy(DDPStrategy):
         super().on_train_start()
         if self._bound_hook is None:  # none was registered by now, so that its state goes unused
             self._restore_hook()
+        self._follow_loss_scale()
+
+    def _follow_loss_scale(self) -> None:
+        """Have the hook's memory follow the scale of the loss, which is that of the gradients; waits for the device."""
+        if self._bound_hook is None:
+            return
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        if scale != self._loss_scale:
+            self._bound_hook.rescale(scale / self._loss_scale)
+            self._loss_scale = scale
 
     @property
     def _may_communicate(self) -> bool:
@@ -291,15 +322,22 @@ class DDPHooksStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if "optimizer_states" in checkpoint:  # else only the weights are wanted
             together = self._may_communicate
-            checkpoint[STATE_KEY] = self._final_state or training_state(
-                self._step, self._bound_hook, collective=together
-            )
+            checkpoint[STATE_KEY] = self._final_state or self._training_state(collective=together)
             if self._averaging is None or together:
                 averaging = self._final_averaging if self._averaging is None else self._averaging.state_dict()
                 checkpoint.update({} if averaging is None else {AVERAGING_KEY: averaging})
             else:
                 checkpoint[STATE_KEY]["missing"].append("the averaged model and the averager's state")
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # The Trainer waits for all ranks after a save; after an error they may never come.
+        if self._may_communicate or args != ("Trainer.save_checkpoint",):
+            super().barrier(*args, **kwargs)
+
+    def _training_state(self, *, collective: bool) -> dict[str, Any]:
+        return training_state(self._step, self._bound_hook, loss_scale=self._loss_scale, collective=collective)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -309,6 +347,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._restored_averaging = checkpoint.get(AVERAGING_KEY)
         if self._reducer is not None and self._restored is not None:  # while fitting: a tuner puts back where it began
             self._step = self._restored["step"]
+            self._loss_scale = self._restored.get("loss_scale", 1.0)
             self._restore_hook()
         return checkpoint
 
@@ -344,7 +383,7 @@ class DDPHooksStrategy(DDPStrategy):
         if self._averaging is not None:
             self._averaging.finish()
             self._final_averaging = self._averaging.state_dict(with_replicas=False)
-        self._final_state = training_state(self._step, self._bound_hook, collective=True)
+        self._final_state = self._training_state(collective=True)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -375,6 +414,8 @@ class DDPHooksStrategy(DDPStrategy):
         if self._reducer is not None:
             self._reducer.failed = True
             self._reducer.abandoned_work |= self._weights is not None and self._weights.pending
+        if self._uneven is not None:
+            self._uneven.failed = True
 
     @override
     def teardown(self) -> None:
@@ -395,19 +436,24 @@ class DDPHooksStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        reducer = self.reducer
+        reducer, tail = self.reducer, None if self._uneven is None else self._uneven.tail
+        if tail is not None:  # also where replicas train for themselves: one without data follows those that have some
+            reducer.sync = True
         reducer.before_forward()
         if self._weights is not None:
             self._weights.post(_compat.samples_in(args[0] if args else kwargs))
         passes, self._passes_in_backward = reducer.passes, 0
         output = super().training_step(*args, **kwargs)
+        if tail is not None:
+            reducer.refresh_buffers(tail.first)
         if not module.automatic_optimization:
             reducer.settle()
             self._step_ended()
-            if self._weights is not None and reducer.passes - passes != self._passes_in_backward:
+            weighs = self._weights is not None or self._uneven is not None
+            if weighs and reducer.passes - passes != self._passes_in_backward:
                 raise RuntimeError(
-                    '`gradient_weighting="samples"` scales the loss in `self.manual_backward(loss)`; with '
-                    "`loss.backward()` it would have no effect."
+                    '`gradient_weighting="samples"` and UnevenInputs scale the loss in `self.manual_backward(loss)`; '
+                    "with `loss.backward()` they would have no effect."
                 )
         elif output is None:
             # Lightning refuses None on several ranks; a constant stands for it until the ranks have agreed.
@@ -421,20 +467,22 @@ class DDPHooksStrategy(DDPStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         missing = self._missing_loss is not None
         self._missing_loss = None
-        constant = not missing and not closure_loss.requires_grad
+        joined = self._uneven is not None and self._uneven.joined
+        constant = not (missing or joined or closure_loss.requires_grad)
         if constant:
             warnings.warn(
                 f"The loss of rank {self.global_rank} does not depend on any parameter that requires a gradient; the "
                 "rank takes part in the step without gradients.",
                 stacklevel=2,
             )
-        if self._weights is not None:
-            closure_loss = closure_loss * self._weights.factor()
+        weights = self._weights or self._uneven
+        if weights is not None and (factor := weights.factor()) != 1.0:
+            closure_loss = closure_loss * factor
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         passes = reducer.passes
-        with reducer.backward_window():
-            if not (missing or constant):
+        with reducer.shadowing(joined), reducer.backward_window():
+            if not (missing or constant or joined):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._passes_in_backward += reducer.passes - passes
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -449,7 +497,9 @@ class DDPHooksStrategy(DDPStrategy):
         assert module is not None
         reducer.settle()
         if not module.automatic_optimization:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._follow_loss_scale()
+            return output
 
         def closure_that_may_skip() -> Any:
             result = closure()
@@ -461,6 +511,7 @@ class DDPHooksStrategy(DDPStrategy):
             output = super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
         except _SkipStepError:
             output = None
+        self._follow_loss_scale()
         self._step_ended()
         return output
 

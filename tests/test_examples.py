@@ -64,3 +64,19 @@ def test_language_model_ends_with_its_loss(tmp_path: Path) -> None:
     line = last_line("language_model.py", *TINY_LANGUAGE_MODEL, cwd=tmp_path)
 
     assert 3 < value(line, "val_loss") < 6  # from a guess, 5.5, on its way down
+
+
+def test_uneven_shards_ends_with_all_images_of_both_shards(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "uneven_shards.py", "--epochs=2"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    images, accuracy = done.stdout.splitlines()[-1].split()
+    assert images == "images_per_epoch=1497"
+    assert 0.5 < value(accuracy, "test_acc") <= 1

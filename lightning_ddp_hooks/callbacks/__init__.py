@@ -1,5 +1,6 @@
 """Callbacks for the Trainer."""
 
 from lightning_ddp_hooks.callbacks.model_averaging import ModelAveraging
+from lightning_ddp_hooks.callbacks.uneven_inputs import UnevenInputs
 
-__all__ = ["ModelAveraging"]
+__all__ = ["ModelAveraging", "UnevenInputs"]

@@ -1,0 +1,133 @@
+"""What `UnevenInputs` costs in a step in which all ranks have data, and in one of the tail.
+
+    python benchmarks/join_cost.py
+    python benchmarks/join_cost.py --step-ms 5 --steps 60 --blocks 12
+
+One run of processes trains in blocks that alternate between a Trainer without and one with the callback, on the same
+even data; the figure is the median over pairs of neighbouring blocks. The step is a matrix product repeated until it
+takes about ``--step-ms``, so that the cost is put in relation to a step of a known length.
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from _harness import Rank, positive_int, run_ranks
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ddp_hooks.callbacks import UnevenInputs
+
+
+class Work(LightningModule):
+    def __init__(self, repeats: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+        self.repeats = repeats
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch
+        for _ in range(self.repeats):
+            x = torch.tanh(self.layer(x))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Batches:
+    def __init__(self, count: int) -> None:
+        self.batches = [torch.randn(32, 256) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.batches)
+
+
+class Clock(Callback):
+    """Times each step from batch to batch, without the first ones."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._before = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = time.perf_counter()
+        self.times.append(now - self._before)
+        self._before = now
+
+
+def block(repeats: int, steps: int, own_steps: int, callbacks: list[Callback]) -> float:
+    """Train for one block; return the median time of a step in ms."""
+    clock = Clock()
+    trainer = Trainer(
+        strategy="ddp_hooks",
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, clock],
+    )
+    torch.manual_seed(0)
+    trainer.fit(Work(repeats), Batches(own_steps))
+    return statistics.median(clock.times[5:steps]) * 1e3
+
+
+def measure(rank: Rank, step_ms: float, steps: int, blocks: int) -> dict[str, list[float]]:
+    os.environ.update(
+        RANK=str(rank.index),
+        LOCAL_RANK=str(rank.index),
+        WORLD_SIZE=str(rank.world_size),
+        LOCAL_WORLD_SIZE=str(rank.world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        TORCHELASTIC_RUN_ID="join_cost",
+    )
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    repeats = 1
+    while True:
+        own = torch.tensor([block(repeats, 20, 20, [])])
+        torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)  # alike on all ranks
+        if float(own) >= step_ms:
+            break
+        repeats += max(1, int(repeats * min(2.0, step_ms / float(own) - 1)))
+    found: dict[str, list[float]] = {"without": [], "with": [], "tail": []}
+    for _ in range(blocks):
+        found["without"].append(block(repeats, steps, steps, []))
+        found["with"].append(block(repeats, steps, steps, [UnevenInputs()]))
+        # All but the last rank have one batch only.
+        own_steps = steps if rank.index == rank.world_size - 1 else 1
+        found["tail"].append(block(repeats, steps, own_steps, [UnevenInputs()]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world-size", type=positive_int, default=2)
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--steps", type=positive_int, default=60)
+    parser.add_argument("--blocks", type=positive_int, default=10)
+    args = parser.parse_args()
+    found = run_ranks(measure, args.step_ms, args.steps, args.blocks, world_size=args.world_size, device="cpu")[-1]
+    plain = statistics.median(found["without"])
+    print(f"{args.world_size} gloo ranks, {args.blocks} blocks of {args.steps} steps each, alternating, medians")
+    print(f"without UnevenInputs  {plain:7.3f} ms a step")
+    for name, text in (("with", "with, all have data "), ("tail", "with, in the tail   ")):
+        ratios = [ours / theirs for ours, theirs in zip(found[name], found["without"], strict=True)]
+        print(f"{text}  {statistics.median(found[name]):7.3f} ms a step, ratio {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Uneven inputs under a Trainer: what the user declares, and what is checked before anything runs.
+
+UnevenInputs (here)  -- setup -->  UnevenRun (uneven_run.py)        one per fit, validation or test
+DDPHooksStrategy     -- verbs -->  UnevenStrategy (uneven_strategy.py) --> UnevenRun
+                                   logs and metrics: uneven_logs.py    collectives: uneven_collectives.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_ddp_hooks.join.steps import DIVISORS, Divisor
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+Policy = Literal["join", "stop", "error"]
+POLICIES: tuple[Policy, ...] = ("join", "stop", "error")
+
+
+class UnevenInputs(Callback):
+    """Lets ranks have dataloaders of different lengths: none hangs, and no sample is dropped or repeated.
+
+    With ``"join"``, a rank that has run out of batches stays in the Trainer's loop with emptied batches until all ranks
+    have run out: steps, learning rates, callbacks, validations and checkpoints are the same on all ranks. It adds
+    nothing to gradients, logs or metrics; its ``training_step`` is not called (in manual optimisation it is, with its
+    last real batch, to do the same updates). Samplers are not padded any more. Validation and test are exact in the
+    same way, whatever the policy for training is.
+
+    The cost: one small collective per step, which runs while the step before it does.
+
+    Args:
+        policy: what happens in training once a rank has run out: ``"join"``; ``"stop"`` ends the epoch for all, with
+            its usual hooks; ``"error"`` raises on all ranks before the first uneven step.
+        divisor: what gradients become the mean over: ``"active"`` ranks; all ``"samples"`` of the step (right for
+            losses that are means over samples, when batches differ in size); or the ``"world"``: all ranks, as if the
+            joined ones had a gradient of zero.
+
+    Raises:
+        ValueError: another policy or divisor; at setup another strategy, a second such callback, or a divisor that
+            contradicts the strategy's ``gradient_weighting``.
+
+    Example:
+        >>> Trainer(strategy="ddp_hooks", callbacks=[UnevenInputs()])
+    """
+
+    def __init__(self, policy: Policy = "join", divisor: Divisor = "active") -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"Expected `policy` to be one of {POLICIES}, got {policy!r}.")
+        if divisor not in DIVISORS:
+            raise ValueError(f"Expected `divisor` to be one of {DIVISORS}, got {divisor!r}.")
+        self.policy: Policy = policy
+        self.divisor: Divisor = divisor
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if sum(isinstance(callback, UnevenInputs) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("Expected one UnevenInputs callback, got several.")
+        strategy: Any = trainer.strategy
+        if hasattr(strategy, "use_uneven_inputs"):
+            strategy.use_uneven_inputs(self, trainer)
+        elif trainer.world_size > 1:
+            raise ValueError(f"UnevenInputs needs strategy='ddp_hooks', got {type(strategy).__name__}.")

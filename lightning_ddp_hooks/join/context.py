@@ -1,0 +1,220 @@
+"""Uneven inputs in plain PyTorch: ranks that run out of data shadow the collectives of those that have not.
+
+    active rank:  ... notify(event) -> its collective -> notify(event) -> its collective ... leaves the context
+    joined rank:  waits for an event -> main_hook of the joinable that sent it -> ... nobody is active -> post_hook
+
+The interface is that of ``torch.distributed.algorithms.join``: `Join`, `Joinable`, `JoinHook`. One thing is finer:
+there only the first joinable announces an iteration, and then all hooks run; here each joinable announces its own
+collectives and only its own hook runs, so that a joinable may have any number of them in an iteration, or none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lightning_ddp_hooks import comm
+
+
+@dataclass(frozen=True)
+class Event:
+    """One announcement.
+
+    Attributes:
+        active: the ranks that announced it, in ascending order.
+        kind: what the joinable said about it.
+    """
+
+    active: tuple[int, ...]
+    kind: int
+
+
+class JoinHook:
+    """What a rank does for one joinable once it has run out of data.
+
+    Attributes:
+        event: what `main_hook` is called for.
+    """
+
+    event: Event
+
+    def main_hook(self) -> None:
+        """Do this rank's part of the collectives that an active rank has announced; called once for each event."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End the context, after all ranks have run out of data; called on all ranks.
+
+        Args:
+            is_last_joiner: whether this rank was one of the last to run out, and so holds the latest state.
+        """
+
+
+class Joinable(ABC):
+    """Something whose collectives can be shadowed.
+
+    Before its collectives of an iteration it calls ``Join.notify(self)`` (or `Join.notify_join_context`).
+    """
+
+    _join: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook for this context.
+
+        Args:
+            **kwargs: what was given to `Join`, for all joinables alike; each takes what it knows.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of its collectives."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> comm.ProcessGroup:
+        """The ranks that take part."""
+
+
+class Join:
+    """A context in which ranks may run out of data at different times.
+
+    Args:
+        joinables: what communicates in the loop; in the same order on all ranks.
+        enable: False if it is known that all ranks have as much data; nothing is announced then.
+        throw_on_early_termination: raise on all ranks as soon as one has run out, instead of shadowing.
+        **kwargs: handed to each joinable's `Joinable.join_hook`.
+
+    Raises:
+        ValueError: no joinables, or they communicate over different ranks.
+        RuntimeError: on leaving or announcing, with ``throw_on_early_termination``; or a joinable is in a context
+            already.
+
+    Example:
+        >>> with Join([model], divide_by_initial_world_size=False):
+        ...     for batch in loader:  # of a different length on each rank
+        ...         loss(model(batch)).backward()
+        ...         optimizer.step()
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not joinables:
+            raise ValueError("Join expects at least one joinable.")
+        parents = [comm.global_ranks(joinable.join_process_group) for joinable in joinables]
+        if any(ranks != parents[0] for ranks in parents):
+            raise ValueError("Join expects joinables over the same ranks, got process groups that differ.")
+        if any(joinable._join is not None for joinable in joinables):
+            raise RuntimeError("A joinable is in a Join context already; contexts do not nest.")
+        self._joinables = list(joinables)
+        self._enable = enable
+        self._throw = throw_on_early_termination
+        self._kwargs = kwargs
+        self._parent = joinables[0].join_process_group
+        self._hooks: list[JoinHook] = []
+        self._group: comm.ProcessGroup | None = None
+        self._posted: list[comm.Work] = []
+
+    # ------------------------------------------------------------------ active ranks
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> None:
+        """Announce a collective of ``joinable``; nothing happens outside a context. See `Join.notify`."""
+        Join.notify(joinable)
+
+    @staticmethod
+    def notify(joinable: Joinable, kind: int = 0, *, wait: bool = False) -> Event | None:
+        """Announce that collectives of ``joinable`` come next; called on all active ranks alike.
+
+        Args:
+            joinable: whose collectives they are.
+            kind: a small number by which its hook tells different collectives apart; see `JoinHook.event`.
+            wait: find out which ranks are active.
+
+        Returns:
+            The event if ``wait``, else None; None outside a context.
+
+        Raises:
+            RuntimeError: some rank has run out of data, with ``throw_on_early_termination``.
+        """
+        join = joinable._join
+        if join is None:
+            return None
+        return join._announce(join._joinables.index(joinable), kind, wait)
+
+    def _announce(self, index: int, kind: int, wait: bool) -> Event | None:
+        message, work = self._exchange(active=True, index=index, kind=kind)
+        if not (wait or self._throw):
+            self._posted = [*(sent for sent in self._posted if not sent.is_completed()), work]
+            return None
+        work.wait()
+        event, _ = _read(message)
+        if self._throw and len(event.active) < len(message) - 2:
+            raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        return event
+
+    def _exchange(self, *, active: bool, index: int, kind: int) -> tuple[torch.Tensor, comm.Work]:
+        assert self._group is not None
+        message = torch.zeros(comm.world_size(self._group) + 2, dtype=torch.int64)
+        if active:
+            message[comm.rank(self._group)] = 1
+            message[-2], message[-1] = index, kind
+        return message, comm.all_reduce(message, self._group)
+
+    # ------------------------------------------------------------------ joined ranks
+
+    def __enter__(self) -> Join:
+        if self._enable:
+            # A group of its own: what user code and joinables send cannot come in between.
+            self._group = comm.new_group(self._parent, cpu=True)
+            self._hooks = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
+            for joinable in self._joinables:
+                joinable._join = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Shadow the others until all have run out of data; after an exception, leave at once."""
+        if not self._enable:
+            return
+        for joinable in self._joinables:
+            joinable._join = None
+        if kind is not None:
+            return
+        assert self._group is not None
+        is_last_joiner = True
+        while True:
+            message, work = self._exchange(active=False, index=0, kind=0)
+            work.wait()
+            event, index = _read(message)
+            if not event.active:
+                break
+            if self._throw:
+                raise RuntimeError(f"Rank {comm.rank(self._group)} exhausted all inputs.")
+            is_last_joiner = False
+            self._hooks[index].event = event
+            self._hooks[index].main_hook()
+        for hook in self._hooks:
+            hook.post_hook(is_last_joiner)
+        comm.destroy_group(self._group)
+
+
+def _read(message: torch.Tensor) -> tuple[Event, int]:
+    """Return the event, and the position of the joinable that announced it."""
+    *flags, index, kind = message.tolist()
+    active = tuple(rank for rank, flag in enumerate(flags) if flag)
+    count = max(1, len(active))  # all active ranks say the same, so that the sum tells it
+    if index % count or kind % count:
+        raise RuntimeError("Ranks announced different collectives: in a Join context all do the same in each step.")
+    return Event(active, kind // count), index // count
