@@ -94,6 +94,7 @@ HOOKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bf16, float32 sum": _hook(Cast(dtype="bfloat16", accumulate="float32")),
     "powersgd 1, warm": _hook(lambda warm: PowerSGD(rank=1, start_iter=warm)),
     "powersgd 4, warm": _hook(lambda warm: PowerSGD(rank=4, start_iter=warm)),
+    "powersgd 16, warm": _hook(lambda warm: PowerSGD(rank=16, start_iter=warm)),
     "powersgd 4 in bf16, warm": _hook(lambda warm: Cast(PowerSGD(rank=4, start_iter=warm), "bfloat16")),
     "batched_powersgd, warm": _hook(lambda warm: BatchedPowerSGD(start_iter=warm)),
     "quantize_per_tensor": _hook("quantize_per_tensor"),

@@ -5,7 +5,8 @@
 
 One run of processes trains in blocks that alternate between a Trainer without and one with the callback, on the same
 even data; the figure is the median over pairs of neighbouring blocks. The step is a matrix product repeated until it
-takes about ``--step-ms``, so that the cost is put in relation to a step of a known length.
+takes about ``--step-ms``, so that the cost is put in relation to a step of a known length. The processor time that a
+step takes, of all threads, is told too: it does not depend on what else runs on the machine.
 """
 
 import argparse
@@ -20,8 +21,18 @@ from typing import Any
 import torch
 from _harness import Rank, positive_int, run_ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_hooks.callbacks import UnevenInputs
+
+# name -> (loader is a stream, with the callback, in the tail)
+CASES = {
+    "sized": (False, False, False),
+    "sized, UnevenInputs": (False, True, False),
+    "sized, UnevenInputs, in tail": (False, True, True),
+    "stream": (True, False, False),
+    "stream, UnevenInputs": (True, True, False),
+}
 
 
 class Work(LightningModule):
@@ -40,12 +51,11 @@ class Work(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Batches:
-    def __init__(self, count: int) -> None:
-        self.batches = [torch.randn(32, 256) for _ in range(count)]
+class Stream(IterableDataset):
+    """Without a length, so that ranks agree on each step."""
 
-    def __len__(self) -> int:
-        return len(self.batches)
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches = batches
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.batches)
@@ -56,16 +66,18 @@ class Clock(Callback):
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self._before = 0.0
+        self.cpu: list[float] = []
+        self._before = self._cpu_before = 0.0
 
     def on_train_batch_end(self, *_: Any) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         self.times.append(now - self._before)
-        self._before = now
+        self.cpu.append(cpu - self._cpu_before)
+        self._before, self._cpu_before = now, cpu
 
 
-def block(repeats: int, steps: int, own_steps: int, callbacks: list[Callback]) -> float:
-    """Train for one block; return the median time of a step in ms."""
+def block(repeats: int, steps: int, own_steps: int, stream: bool, callbacks: list[Callback]) -> tuple[float, float]:
+    """Train for one block; return the median time of a step, and of its processor time, in ms."""
     clock = Clock()
     trainer = Trainer(
         strategy="ddp_hooks",
@@ -77,13 +89,15 @@ def block(repeats: int, steps: int, own_steps: int, callbacks: list[Callback]) -
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, clock],
+        use_distributed_sampler=False,
     )
     torch.manual_seed(0)
-    trainer.fit(Work(repeats), Batches(own_steps))
-    return statistics.median(clock.times[5:steps]) * 1e3
+    batches = [torch.randn(32, 256) for _ in range(own_steps)]
+    trainer.fit(Work(repeats), DataLoader(Stream(batches) if stream else batches, batch_size=None))  # type: ignore[arg-type]
+    return statistics.median(clock.times[5:steps]) * 1e3, statistics.median(clock.cpu[5:steps]) * 1e3
 
 
-def measure(rank: Rank, step_ms: float, steps: int, blocks: int) -> dict[str, list[float]]:
+def measure(rank: Rank, step_ms: float, steps: int, blocks: int) -> dict[str, list[tuple[float, float]]]:
     os.environ.update(
         RANK=str(rank.index),
         LOCAL_RANK=str(rank.index),
@@ -98,18 +112,17 @@ def measure(rank: Rank, step_ms: float, steps: int, blocks: int) -> dict[str, li
     warnings.simplefilter("ignore")
     repeats = 1
     while True:
-        own = torch.tensor([block(repeats, 20, 20, [])])
+        own = torch.tensor([block(repeats, 20, 20, False, [])[0]])
         torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)  # alike on all ranks
         if float(own) >= step_ms:
             break
         repeats += max(1, int(repeats * min(2.0, step_ms / float(own) - 1)))
-    found: dict[str, list[float]] = {"without": [], "with": [], "tail": []}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for _ in range(blocks):
-        found["without"].append(block(repeats, steps, steps, []))
-        found["with"].append(block(repeats, steps, steps, [UnevenInputs()]))
-        # All but the last rank have one batch only.
-        own_steps = steps if rank.index == rank.world_size - 1 else 1
-        found["tail"].append(block(repeats, steps, own_steps, [UnevenInputs()]))
+        for name, (stream, join, tail) in CASES.items():
+            # In the tail all but the last rank have one batch only.
+            own_steps = 1 if tail and rank.index < rank.world_size - 1 else steps
+            found[name].append(block(repeats, steps, own_steps, stream, [UnevenInputs()] if join else []))
     return found
 
 
@@ -121,12 +134,13 @@ def main() -> None:
     parser.add_argument("--blocks", type=positive_int, default=10)
     args = parser.parse_args()
     found = run_ranks(measure, args.step_ms, args.steps, args.blocks, world_size=args.world_size, device="cpu")[-1]
-    plain = statistics.median(found["without"])
-    print(f"{args.world_size} gloo ranks, {args.blocks} blocks of {args.steps} steps each, alternating, medians")
-    print(f"without UnevenInputs  {plain:7.3f} ms a step")
-    for name, text in (("with", "with, all have data "), ("tail", "with, in the tail   ")):
-        ratios = [ours / theirs for ours, theirs in zip(found[name], found["without"], strict=True)]
-        print(f"{text}  {statistics.median(found[name]):7.3f} ms a step, ratio {statistics.median(ratios):.3f}")
+    print(f"{args.world_size} gloo ranks, {args.blocks} blocks of {args.steps} steps each, alternating, medians in ms")
+    for name, (stream, join, _) in CASES.items():
+        plain = "stream" if stream else "sized"
+        for index, clock in enumerate(("time", "processor time")):
+            ours, base = ([times[index] for times in found[case]] for case in (name, plain))
+            ratio = statistics.median(one / two for one, two in zip(ours, base, strict=True))
+            print(f"{name:<28} {clock:<15} {statistics.median(ours):7.3f}" + (f"  ratio {ratio:.3f}" if join else ""))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from torch.autograd import grad_mode, profiler
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.profiler import record_function
@@ -251,3 +252,21 @@ class _StandalonePackageFinder(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = execute_and_call_back  # type: ignore[method-assign]
         return spec
+
+
+def group_timeout(group: ProcessGroup) -> timedelta | None:
+    """Return how long a collective of the group may take, or None if its backend does not say."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (RuntimeError, AttributeError):  # no backend for this device, or one without options
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Tell whether several elements of the tensor share memory, as in an expanded one."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

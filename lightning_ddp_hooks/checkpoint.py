@@ -39,20 +39,26 @@ def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0
 
 
 def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the state in a checkpoint, checked for its form; None if a run without this strategy wrote it.
+    """Return the state in a checkpoint, checked for its form; None if it holds weights only.
+
+    Of a run with another strategy it is the number of steps.
 
     Raises:
         ValueError: it is not what this version writes.
     """
     state = checkpoint.get(STATE_KEY)
     if state is None:
-        return None
+        return _of_another_strategy(checkpoint)
     if (
         not isinstance(state, dict)
         or not isinstance(state.get("format"), int)
         or not isinstance(state.get("step"), int)
     ):
         raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: expected a dict with `format` and `step`.")
+    if state["format"] < 1 or state["step"] < 0:
+        raise ValueError(
+            f"The checkpoint's entry {STATE_KEY!r} is damaged: found format {state['format']} and step {state['step']}."
+        )
     if state["format"] > FORMAT:
         raise ValueError(
             f"The checkpoint's entry {STATE_KEY!r} has format {state['format']}; this version of lightning_ddp_hooks "
@@ -66,6 +72,17 @@ def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     return state
 
 
+def _of_another_strategy(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "optimizer_states" not in checkpoint:
+        return None
+    step = int(checkpoint.get("global_step", 0))
+    if len(checkpoint["optimizer_states"]) > 1:
+        # Each optimizer's step counts there; what we count is batches.
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        step = int(loop.get("epoch_loop.batch_progress", {}).get("total", {}).get("completed", step))
+    return {"format": FORMAT, "step": step, "hook": None, "missing": []}
+
+
 def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None:
     """Hand a hook its state.
 
@@ -77,7 +94,7 @@ def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None
     """
     if state.get("missing"):
         return f"The checkpoint was written after an error and lacks: {', '.join(map(str, state['missing']))}."
-    saved = state["hook"]
+    saved = state.get("hook")
     if hook is None:
         return "The checkpoint holds the state of a communication hook, but this run has none." if saved else None
     if saved is None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks._compat import TorchGradBucket as TorchGradBucket
 
 ProcessGroup = dist.ProcessGroup
@@ -70,19 +71,39 @@ def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | N
     Args:
         parent: the group whose ranks the new one has.
         cpu: take gloo, which moves host memory whatever the parent's backend is.
-        timeout: how long a collective may take; None takes the default of torch.
+        timeout: how long a collective may take; None takes that of ``parent``.
 
     Returns:
         A group that nothing else uses, so that its order of collectives is its owner's alone.
     """
-    ranks = global_ranks(parent)
-    whole_world = len(ranks) == dist.get_world_size()
-    group = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend="gloo" if cpu else backend_name(parent),
-        use_local_synchronization=not whole_world,  # ranks outside the parent do not take part in this call
-    )
+    return _make(global_ranks(parent), "gloo" if cpu else backend_name(parent), timeout or timeout_of(parent))
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return how long a collective of the group may take."""
+    return _compat.group_timeout(group) or DEFAULT_TIMEOUT
+
+
+# Groups made by a part of the world alone: in use, and idle. Torch names such a group by its ranks, and one made again
+# after it was destroyed finds the addresses of the first one: so these are kept, and used again.
+_PartKey = tuple[ProcessGroup | None, tuple[int, ...], str, timedelta]
+_parts_in_use: dict[ProcessGroup, _PartKey] = {}
+_idle_parts: list[tuple[_PartKey, ProcessGroup]] = []
+
+
+def _make(ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGroup:
+    """Make a group; a collective call of its ranks, or of the whole world where it is one."""
+    if len(ranks) == dist.get_world_size():
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    else:
+        wanted: _PartKey = (dist.group.WORLD, tuple(ranks), backend, timeout)
+        idle = next((entry for entry in _idle_parts if entry[0] == wanted), None)
+        if idle is not None:
+            _idle_parts.remove(idle)
+            group = idle[1]
+        else:  # ranks outside do not take part in this call
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+        _parts_in_use[group] = wanted
     assert isinstance(group, ProcessGroup)
     return group
 
@@ -95,22 +116,17 @@ def split_group(
     Args:
         parent: the group to split; its parts have its backend.
         parts: for each part the ranks within ``parent``; together they name each rank once.
-        timeout: how long a collective may take; None takes the default of torch.
+        timeout: how long a collective may take; None takes that of ``parent``.
     """
     names = global_ranks(parent)
-    whole_world = len(names) == dist.get_world_size()
+    timeout = timeout or timeout_of(parent)
+    if len(names) < dist.get_world_size():
+        own_part = next(part for part in parts if rank(parent) in part)
+        return _make([names[index] for index in own_part], backend_name(parent), timeout)
     own: ProcessGroup | None = None
-    for part in parts:
-        mine = rank(parent) in part
-        # Over the whole world all ranks make all parts; else only the members of a part may take part in its making.
-        if mine or whole_world:
-            group = dist.new_group(
-                [names[index] for index in part],
-                timeout=timeout,
-                backend=backend_name(parent),
-                use_local_synchronization=not whole_world,
-            )
-            own = group if mine else own
+    for part in parts:  # over the whole world all ranks make all parts
+        group = dist.new_group([names[index] for index in part], timeout=timeout, backend=backend_name(parent))
+        own = group if rank(parent) in part else own
     assert isinstance(own, ProcessGroup)
     return own
 
@@ -123,18 +139,25 @@ def new_subgroup(ranks: Sequence[int]) -> ProcessGroup:
     Returns:
         The group; on ranks outside, torch's sign for that, on which collectives do nothing.
     """
-    return dist.new_group(list(ranks))  # type: ignore[no-any-return]
+    world = resolve_group(None)
+    return dist.new_group(list(ranks), timeout=timeout_of(world))  # type: ignore[no-any-return]
 
 
 def solo_group() -> ProcessGroup:
     """Make a group of this process alone, without asking anybody."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)  # type: ignore[no-any-return]
+    world = resolve_group(None)
+    return _make([dist.get_rank()], backend_name(world), timeout_of(world))
 
 
 def destroy_group(group: ProcessGroup) -> None:
     """Free a group made by `new_group`; nothing happens once torch itself has been torn down."""
-    if is_initialized():
+    key = _parts_in_use.pop(group, None)
+    if not is_initialized():
+        _idle_parts.clear()
+    elif key is None:
         dist.destroy_process_group(group)
+    elif key[0] is dist.group.WORLD:
+        _idle_parts.append((key, group))
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:

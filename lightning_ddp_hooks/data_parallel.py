@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.contract import declaration_text
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
@@ -85,7 +86,9 @@ class DataParallel(nn.Module, Joinable):
             reducer_backend=reducer_backend,
         )
         declared = resolve_hook(comm_hook)
-        self.reducer = Reducer(module, config, process_group=process_group)
+        self.reducer = Reducer(
+            module, config, process_group=process_group, agree_on={"comm_hook": declaration_text(declared)}
+        )
         self.module = module
         self._sync = True
         self._step: int | None = None
@@ -96,11 +99,22 @@ class DataParallel(nn.Module, Joinable):
         return self.reducer.passes if self._step is None else self._step
 
     def set_step(self, step: int) -> None:
-        """Set the training step that hooks see; without it they see the number of synchronised backwards."""
+        """Set the training step that hooks see; without it they see the number of synchronised backwards.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: a negative number.
+        """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"Expected an int for `step`, got {step!r}.")
+        if step < 0:
+            raise ValueError(f"Expected `step` to be 0 or more, got {step}.")
         self._step = step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients enabled, prepare for the backward."""
+        if self.reducer.detached:
+            raise RuntimeError("The wrapper has been detached: call its `.module`.")
         self.reducer.settle()
         self.reducer.before_forward(self._announce_forward())
         output = self.module(*args, **kwargs)
@@ -108,7 +122,7 @@ class DataParallel(nn.Module, Joinable):
             # As in torch, the forward decides whether its backward is synchronised.
             self.reducer.sync = self._sync
             if self._sync:
-                self.reducer.watch_backward_of([t for t in _tensors(output) if t.requires_grad])
+                self.reducer.watch_backward_of([t for t in _tensors(output) if t.requires_grad and not t.is_leaf])
         return output
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -204,6 +218,10 @@ class DataParallel(nn.Module, Joinable):
         return self.reducer.parent_group
 
     # ------------------------------------------------------------------ facts, end
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied: process groups and hooks cannot be, and making new ones takes all ranks."""
+        raise TypeError("DataParallel cannot be copied or pickled: copy or save its `.module`, and wrap the copy.")
 
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""

@@ -25,7 +25,7 @@ from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
 from lightning_ddp_hooks.callbacks.uneven_strategy import UnevenStrategy
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
-from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
+from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook, declaration_text
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
@@ -263,13 +263,23 @@ class DDPHooksStrategy(UnevenStrategy):
         module = self.lightning_module
         assert module is not None
         policy = None
+        if not module.automatic_optimization and self._skip_missing_loss == "all":
+            raise ValueError(
+                '`skip_missing_loss="all"` skips the step of automatic optimisation; in manual optimisation the steps '
+                "are yours: agree on skipping one by `self.all_gather` or `trainer.strategy.reduce_boolean_decision`."
+            )
         if not module.automatic_optimization and not self._config.find_unused_parameters:
             policy = UnusedPolicy.ALIKE
         self._reducer = Reducer(
-            module, self._config, policy=policy, skip_missing_loss=self._skip_missing_loss, timeout=self._timeout
+            module,
+            self._config,
+            policy=policy,
+            skip_missing_loss=self._skip_missing_loss,
+            timeout=self._timeout,
+            agree_on={"comm_hook": declaration_text(self._hook), "averager": declaration_text(self._averager)},
         )
-        if self._restored is not None:
-            self._step = self._restored["step"]
+        # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
+        self._step = 0 if self._restored is None else self._restored["step"]
         self._loss_scale = 1.0 if self._restored is None else self._restored.get("loss_scale", 1.0)
         if self._hook is not None:
             self._install_hook(self._hook)

@@ -1,7 +1,7 @@
 """Uneven inputs in plain PyTorch: against one process that trains on the union of each step's batches."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_hooks import DataParallel
+from lightning_ddp_hooks import DataParallel, comm
 from lightning_ddp_hooks.hooks import AllReduce, PowerSGD
 from lightning_ddp_hooks.join import Join, Joinable, JoinHook
+from lightning_ddp_hooks.join.agreement import StepAgreement
+from lightning_ddp_hooks.join.loader import JoinLoader, LoaderContext
 
 COUNTS = [(7, 5, 2), (2, 5, 7), (0, 4, 2)]
 WORLD = 3
@@ -217,3 +220,53 @@ def misuse() -> None:
 @pytest.mark.ranks
 def test_misuse_raises_and_an_exception_leaves_at_once() -> None:
     run_ranks(misuse, world_size=2)
+
+
+class SaysTooMuch:
+    """Its length is an estimate."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches) + 3
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+def read(counts: Sequence[int]) -> list[tuple[int, list[int], list[tuple[int, ...]]]]:
+    world, rank, found = comm.resolve_group(None), dist.get_rank(), []
+    data = [torch.full((2,), float(index)) for index in range(counts[rank])]
+    for loader in (DataLoader(data, batch_size=1), SaysTooMuch(data), Stream(data)):
+        agreement = StepAgreement(comm.new_group(world, cpu=True))
+        steps: list[tuple[int, ...]] = []
+        context = LoaderContext(
+            agreement=agreement,
+            group=comm.new_group(world, cpu=True),
+            announce=lambda said: steps.append(said.step.ranks),  # noqa: B023
+        )
+        for _ in range(2):
+            sizes = [len(batch) for batch in JoinLoader(loader, context)]
+        found.append((agreement.count, sizes, steps))
+    return found
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+@pytest.mark.ranks
+def test_ranks_agree_only_on_what_is_not_certain() -> None:
+    counts = (7, 5, 2)
+    active = [tuple(rank for rank in range(WORLD) if index < counts[rank]) for index in range(7)]
+    for rank, found in enumerate(run_ranks(read, counts, world_size=WORLD)):
+        # In the first step, whenever a rank runs out, and at the end; or in each step and at the end. Two epochs.
+        assert [agreed for agreed, _, _ in found] == [2 * 4, 2 * 8, 2 * 8]
+        for _, sizes, steps in found:
+            assert steps == active * 2
+            assert [bool(size) for size in sizes] == [index < counts[rank] for index in range(7)]

@@ -176,7 +176,18 @@ class Averaging:
 
         At the same number of ranks each rank goes on as it was. At another one, or without replicas, all start from the
         averaged model.
+
+        Raises:
+            ValueError: the state is damaged, or another averager's.
         """
+        try:
+            self._load(state)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"The checkpoint's entry {STATE_KEY!r} is damaged: {type(error).__name__}: {error}."
+            ) from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self.bound.load_state_dict(state["averager"])
         replicas = state.get("replicas")
         self.bound.replicas_equal = True

@@ -30,7 +30,7 @@ class UnevenInputs(Callback):
     last real batch, to do the same updates). Samplers are not padded any more. Validation and test are exact in the
     same way, whatever the policy for training is.
 
-    The cost: one small collective per step, which runs while the step before it does.
+    The cost: one small collective per step, which runs while the step before it does; none while lengths are certain.
 
     Args:
         policy: what happens in training once a rank has run out: ``"join"``; ``"stop"`` ends the epoch for all, with

@@ -13,7 +13,7 @@ in completion callbacks, as torch's PowerSGD has them, do not: with several buck
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +120,7 @@ class BoundHook(ABC):
         """Take up what `state_dict` returned, maybe with another number of ranks."""
         if state:
             raise ValueError(
-                f"Communication hook {self.name!r} has no state, but the checkpoint holds that of {state.get('hook')!r}: "
+                f"Communication hook {self.name} has no state, but the checkpoint holds that of {state.get('hook')!r}: "
                 "continue with the hook that the checkpoint was written with, or delete its state from the checkpoint."
             )
 
@@ -165,6 +165,10 @@ def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
     expected = bucket.buffer().numel()
     if not isinstance(value, Tensor):
         found = "None" if value is None else f"a {type(value).__name__}"
+    elif (
+        value.layout is not torch.strided or value.is_meta or (value.is_complex() and not bucket.buffer().is_complex())
+    ):
+        found = f"a tensor of layout {value.layout} and dtype {value.dtype} on {value.device}"
     elif value.numel() != expected:
         found = f"a tensor of {value.numel()} elements"
     else:
@@ -173,6 +177,18 @@ def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
         f"Communication hook {hook} returned {found} for {describe(bucket)}; expected a tensor of {expected} elements, "
         "or a future of one."
     )
+
+
+def declaration_text(hook: object) -> str:
+    """Describe a declaration in a text that is the same on ranks that declared the same."""
+    if isinstance(hook, (str, int, float, bool, type(None), torch.dtype)):
+        return repr(hook)
+    if isinstance(hook, (list, tuple)):
+        return "[" + ", ".join(map(declaration_text, hook)) + "]"
+    if is_dataclass(hook) and not isinstance(hook, type):
+        inside = ", ".join(f"{entry.name}={declaration_text(getattr(hook, entry.name))}" for entry in fields(hook))
+        return f"{type(hook).__qualname__}({inside})"
+    return hook_name(hook)
 
 
 def describe(bucket: GradBucket) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, declaration_text
 from lightning_ddp_hooks.hooks.pipeline import HookComm
 from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
 def install_hook(reducer: Reducer, hook: CommHook, step: Callable[[], int]) -> BoundHook:
@@ -21,6 +22,7 @@ def install_hook(reducer: Reducer, hook: CommHook, step: Callable[[], int]) -> B
     Raises:
         RuntimeError: a hook is registered already, or a backward has run.
     """
+    check_same_on_all_ranks([], {"comm_hook": declaration_text(hook)}, reducer.control_group)
     made: list[comm.ProcessGroup] = []
 
     def new_group(parent: comm.ProcessGroup) -> comm.ProcessGroup:

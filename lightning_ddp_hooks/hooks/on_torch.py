@@ -98,6 +98,7 @@ class _BucketOfTorch(GradBucket):
         self._replaced: Tensor | None = None
         self.names = names
         self.divisor = divisor
+        self.unused = frozenset()
 
     def buffer(self) -> Tensor:
         buffer: Tensor = self._inner.buffer() if self._replaced is None else self._replaced

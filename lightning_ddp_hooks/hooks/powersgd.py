@@ -90,7 +90,8 @@ class BatchedPowerSGD(PowerSGD):
     """PowerSGD on the whole bucket as one near-square matrix: the least to compute, and less accurate.
 
     Rows of that matrix have nothing to do with each other, so a higher rank helps less than with `PowerSGD`; use rank
-    1. What does not fit into the matrix (less than a row) travels dense, instead of padding.
+    1. What does not fit into the matrix (less than a row) travels dense, instead of padding. The matrices follow the
+    buckets, which a resumed run learns anew: nothing that is owed gets lost, but the run is not repeated exactly.
 
     Wire: about ``2 * rank * sqrt(numel)`` elements for a bucket of ``numel``.
 

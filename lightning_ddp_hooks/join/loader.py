@@ -1,6 +1,6 @@
 """A loader that goes on with emptied batches until every rank has run out of its own.
 
-    inner loader --> fetch one batch ahead, post the agreement on its step --> yield the batch, or an emptied one
+    inner loader --> fetch one batch ahead --> agree on its step, unless that is certain --> yield it, or an emptied one
 
 All ranks so see the same number of batches, and whatever loop runs over them stays in step by construction.
 """
@@ -10,6 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.agreement import PendingStep, StepAgreement
@@ -105,6 +116,11 @@ class JoinLoader:
     def length(self) -> int | None:
         """The number of batches on all ranks, as far as loaders say; None if some has no length."""
         return self._length
+
+    @property
+    def certain_length(self) -> int | None:
+        """The number of batches on this rank, if it can be relied on."""
+        return _certain_length(self._loader)
 
     @property
     def context(self) -> LoaderContext:
@@ -237,21 +253,30 @@ class _Batches(Iterator[Any]):
         self._pass = owner.passes
         self._inner = inner
         self._read_ahead = read_ahead
-        self._yielded = 0
+        self._fetched = self._yielded = 0
         self._ended = False
         self._over = False
+        self._length = owner.certain_length if owner.context.samples is None else None
         self._batch: Any = _NO_BATCH
+        self._prepared = False
         self._pending: PendingStep | None = None
+        self._step: Step | None = None
+        self._certain_steps = 0
 
     def __next__(self) -> Any:
         owner, context = self._owner, self._owner.context
         if self._over or self._yielded == context.limit:
             raise StopIteration
-        if self._pending is None:
-            self._fetch_and_post()
-        assert self._pending is not None
-        batch, (step, needs_template) = self._batch, self._pending.wait()
-        self._batch, self._pending = _NO_BATCH, None
+        if not self._prepared:
+            self._prepare()
+        batch, self._batch, self._prepared = self._batch, _NO_BATCH, False
+        needs_template = False
+        if self._pending is not None:
+            self._step, needs_template, self._certain_steps = self._pending.wait()
+            self._pending = None
+        step = self._step
+        assert step is not None
+        self._certain_steps -= 1
         if step.over or (step.tail and context.stop_at_shortest):
             self._over = owner.ended = True
             raise StopIteration
@@ -262,24 +287,35 @@ class _Batches(Iterator[Any]):
         self._yielded += 1
         owner.ended = self._yielded == owner.length
         if self._read_ahead and self._yielded != context.limit:
-            self._fetch_and_post()
+            self._prepare()
         context.announce(Announcement(owner, step, lambda: owner.passes == self._pass))
         return emptied(owner.latest) if step.joined else batch
 
-    def _fetch_and_post(self) -> None:
+    def _prepare(self) -> None:
+        """Fetch the next batch, and tell the others unless they know."""
         owner, context = self._owner, self._owner.context
+        self._prepared = True
         if not self._ended:
             if isinstance(owner, StatefulJoinLoader):
                 owner.before_fetch()
             try:
                 self._batch = next(self._inner)
+                self._fetched += 1
             except StopIteration:
                 self._ended = True
                 if isinstance(owner, StatefulJoinLoader):
                     owner.ran_out()
         has_batch = self._batch is not _NO_BATCH
+        if self._certain_steps:
+            if self._step is not None and has_batch == self._step.joined:
+                raise RuntimeError(
+                    f"The dataloader of rank {self._step.rank} ended after {self._fetched} batches, but its length is "
+                    f"{self._length}."
+                )
+            return
         samples = context.samples(self._batch) if has_batch and context.samples is not None else 0
-        self._pending = context.agreement.post(has_batch, samples, owner.needs_template)
+        certain = 1 if self._length is None else max(1, self._length - self._fetched + 1)
+        self._pending = context.agreement.post(has_batch, samples, owner.needs_template, certain)
 
 
 def _length(loader: object) -> int | None:
@@ -287,3 +323,21 @@ def _length(loader: object) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
+
+
+# Samplers of torch that yield as many indices as their length says.
+_EXACT_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+
+
+def _certain_length(loader: object) -> int | None:
+    """Return a loader's length if it can be relied on.
+
+    Not on that of streams, of samplers and loaders of the user's own: what they say may be an estimate.
+    """
+    exact = (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        and type(loader.sampler) in _EXACT_SAMPLERS
+    )
+    return len(loader) if exact else None  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ class Report:
         absent: whether that is right, since this rank has run out of data.
         order: parameters in the order in which their gradients became ready; empty unless it is being recorded.
         fired: how often each parameter's gradient came; empty unless it is being recorded.
+        structure: a digest of names, dtypes and shapes; empty unless the order is being recorded.
         problem: what this rank found wrong by itself.
     """
 
@@ -47,6 +48,7 @@ class Report:
     absent: bool = False
     order: tuple[int, ...] = ()
     fired: tuple[int, ...] = ()
+    structure: str = ""
     problem: str | None = None
 
 
@@ -90,6 +92,12 @@ def judge(
         if report.problem is not None:
             raise RuntimeError(f"Rank {rank}: {report.problem}")
     _check_same_trainable_set(reports)
+    by_structure = {report.structure for report in reports if report.structure}
+    if len(by_structure) > 1:
+        raise RuntimeError(
+            "The parameters' dtypes, devices or shapes differ between ranks since the start of training. Change them "
+            "alike on all ranks."
+        )
 
     working = [rank for rank, report in enumerate(reports) if report.had_loss]
     if not working:

@@ -50,6 +50,10 @@ class EngineHost(Protocol):
         """The backward in which a gradient came has ended."""
         ...
 
+    def backward_broke(self) -> None:
+        """A gradient has come, and the last backward had been broken off by an exception."""
+        ...
+
 
 class Engine(Protocol):
     """What the reducer needs of a hot path; `PythonEngine` says more of each member."""
@@ -59,6 +63,7 @@ class Engine(Protocol):
     hold: bool
     armed: bool
     active: bool
+    broken: bool
     launched: int
 
     def set_layout(self, buckets: Sequence[Bucket], streams: Sequence[CommStream], expected: Sequence[int]) -> None:
@@ -138,7 +143,7 @@ _P = ParamSpec("_P")
 
 
 def _without_grad(function: Callable[_P, None]) -> Callable[_P, None]:
-    """Do what ``torch.no_grad()`` does, at a tenth of its cost where gradients are off already, as in most backwards."""
+    """Do what ``torch.no_grad()`` does, at a tenth of its cost where gradients are off already (most backwards)."""
 
     @wraps(function)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -149,6 +154,23 @@ def _without_grad(function: Callable[_P, None]) -> Callable[_P, None]:
             function(*args, **kwargs)
 
     return guarded
+
+
+class _EndOfBackward:
+    """Told by autograd of the end of a backward; dropped without a call if an exception breaks the backward off."""
+
+    def __init__(self, engine: PythonEngine) -> None:
+        self._engine = weakref.ref(engine)
+        self._ended = False
+
+    def __call__(self) -> None:
+        self._ended = True
+        if (engine := self._engine()) is not None:
+            engine.backward_ended()
+
+    def __del__(self) -> None:
+        if not self._ended and (engine := self._engine()) is not None:
+            engine.armed, engine.broken = False, True
 
 
 class PythonEngine:
@@ -166,6 +188,7 @@ class PythonEngine:
         hold: launch nothing before `fill` is called from outside (while nothing is known about the order).
         armed: whether the host will hear of the end of the backward that is running.
         active: whether a pass is open.
+        broken: whether an exception ended the last backward before its end could be told.
         launched: how many buckets were given to the host or to the group in this pass.
     """
 
@@ -176,6 +199,7 @@ class PythonEngine:
         self.hold = True
         self.armed = False
         self.active = False
+        self.broken = False
         self.launched = 0
         self._params = list(params)
         self._host = weakref.ref(host)
@@ -262,7 +286,7 @@ class PythonEngine:
     def arm(self) -> None:
         """Have the host told of the end of the backward that is running."""
         self.armed = True
-        _compat.queue_end_of_backward(self._backward_ended)
+        _compat.queue_end_of_backward(_EndOfBackward(self))
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Have the host told of the end of a backward that comes through one of the tensors, if `sync` is set then.
@@ -276,7 +300,8 @@ class PythonEngine:
         if self.sync and not self.armed:
             self.arm()
 
-    def _backward_ended(self) -> None:
+    def backward_ended(self) -> None:
+        """Tell the host; called by autograd."""
         self.armed = False
         host = self._host()
         if host is not None:
@@ -297,6 +322,7 @@ class PythonEngine:
             return
         if not (self.active and self.armed):
             self._begin_pass()
+            self._used[index] = 1  # forgotten if a broken pass was given up
         left = self._left[index] - 1
         self._left[index] = left
         if left:
@@ -317,6 +343,8 @@ class PythonEngine:
 
     def _begin_pass(self) -> None:
         host = self._host()
+        if self.broken and host is not None:
+            host.backward_broke()
         if not self.active and host is not None:
             host.pass_begins()
         if not self.armed:

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,10 +38,14 @@ from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import CommStream, Readout, comm_stream
+from lightning_ddp_hooks.reducer.structure import Structure, changed_text
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 # With flags, the buckets are rebuilt after so many backwards even if some parameter was never used.
 _MAX_RECORDINGS = 16
+
+# Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
+_FORWARDS_PER_LOOK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Reducer:
         process_group: the ranks; None for all.
         policy: what a missing gradient means; by default an error, or allowed with ``find_unused_parameters``.
         skip_missing_loss: whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
-        timeout: of the reducer's own groups.
+        timeout: of the reducer's own groups; None for that of ``process_group``.
+        agree_on: further settings that must be the same on all ranks, by name.
 
     Raises:
         RuntimeError: the ranks' models or settings differ, or there is no process group.
@@ -95,6 +100,7 @@ class Reducer:
         policy: UnusedPolicy | None = None,
         skip_missing_loss: Literal["zeros", "all"] = "zeros",
         timeout: timedelta | None = None,
+        agree_on: Mapping[str, object] | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"Expected a torch.nn.Module, got {type(module).__name__}.")
@@ -108,7 +114,7 @@ class Reducer:
         )
         self._ignored = _compat.ignored_names(module)
         self._buffer_tables = _compat.buffer_tables(module)
-        _check_initialized(module)
+        _check_parameters(module)
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
         self.group = comm.new_group(self.parent_group, timeout=timeout)
@@ -116,7 +122,10 @@ class Reducer:
         self.world_size = comm.world_size(self.group)
         self.divisor = float(self.world_size)
 
-        check_same_on_all_ranks(self._named_params(), self.config.settings(), self.control_group)
+        tensors: list[tuple[str, Tensor]] = list(self._named_params())
+        if self.config.broadcast_buffers:
+            tensors += [(name, b) for name, b in module.named_buffers() if name not in self._ignored]
+        check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
         self._make_engine = self._choose_engine()
         self._broadcast_initial_state()
 
@@ -133,6 +142,7 @@ class Reducer:
         self.on_pass: Callable[[], None] | None = None
         self.skip_step = False
         self.failed = False
+        self.detached = False
         self.abandoned_work = False
 
         # What is learnt from recorded backwards.
@@ -152,6 +162,7 @@ class Reducer:
         self.params: list[nn.Parameter] = []
         self._thawed: dict[int, RemovableHandle] = {}
         self._thawed_used = False
+        self._forwards = 0
         self._track_trainable()
 
     def _named_params(self) -> list[tuple[str, nn.Parameter]]:
@@ -198,6 +209,7 @@ class Reducer:
         watched = [(name, param) for name, param in named if param.requires_grad or id(param) in before]
         self.names = [name for name, _ in watched]
         self.params = [param for _, param in watched]
+        self._structure = Structure.of(watched)
         self._frozen = [param for _, param in named if not param.requires_grad and id(param) not in before]
         self._forget_thawed()
         self._sparse = [index for index, param in enumerate(self.params) if id(param) in self._sparse_ids]
@@ -300,6 +312,9 @@ class Reducer:
             buffers_from: the rank whose buffers are taken.
         """
         self.settle()
+        self._forwards += 1
+        if self._engine.hold or self._forwards % _FORWARDS_PER_LOOK == 0:
+            self._look_at_structure()
         self._watch_thawed()
         if self.refreshes_buffers:
             self.refresh_buffers(buffers_from)
@@ -319,6 +334,21 @@ class Reducer:
         if self.config.broadcast_buffers and not self.keeps_buffers and (buffers := self._buffers_now()):
             with _compat.span("ldh::broadcast_buffers"):
                 broadcast_tensors(buffers, self.group, src)
+
+    def _look_at_structure(self) -> None:
+        """Notice parameters that were added or replaced; before the buckets are laid out, begin anew with them."""
+        named = self._named_params()
+        changed = self._structure.changed(named)
+        if changed and self._engine.hold and not (self._engine.active or any(self._engine.used())):
+            sync = self._engine.sync
+            self._engine.close()
+            self._track_trainable()
+            self._engine.sync = sync
+        elif changed:
+            raise RuntimeError(changed_text(changed))
+        elif self._structure.added(named):
+            watched = {id(param) for param in self.params}
+            self._frozen = [param for _, param in named if id(param) not in watched]
 
     def _watch_thawed(self) -> None:
         """Have a parameter that was frozen and is not any more open a pass, in case no other one gets a gradient."""
@@ -344,7 +374,7 @@ class Reducer:
         engine = self._engine
         if _compat.current_backward_id() != -1:
             return  # a forward within a backward (checkpointing)
-        if engine.armed:  # the callback never ran: the backward was broken off by an exception
+        if engine.armed or engine.broken:  # an exception broke the backward off before its end could be told
             self._abandon()
         elif engine.active:
             self._finish()
@@ -403,6 +433,8 @@ class Reducer:
         if self._engine.active:
             self._finish()
         elif self._engine.sync and self.passes == passes and self.params:
+            if not self._shadowing:
+                self._look_at_structure()  # a loss whose gradients all went elsewhere looks like no loss
             self.pass_begins()
             self._finish()
 
@@ -444,6 +476,10 @@ class Reducer:
                 view.unused = frozenset(self.names[i] for i in bucket.layout.indices if i in unused)
             self._in_flight.append(_InFlight(index, bucket, self._comm.launch(view, bucket)))
 
+    def backward_broke(self) -> None:
+        """Give up the pass of a backward that an exception broke off."""
+        self._abandon()
+
     def backward_ended(self) -> None:
         """End the pass, unless it goes on in an enclosing backward or in the rest of the window."""
         if not self._engine.active:
@@ -460,7 +496,7 @@ class Reducer:
     def _abandon(self) -> None:
         self.abandoned_work |= bool(self._in_flight) or (self._engine.active and self._engine.launched > 0)
         self._engine.stop()
-        self._engine.armed = False
+        self._engine.armed, self._engine.broken = False, False
         self._engine.forget_use()
         self._thawed_used = False
         self._in_flight.clear()
@@ -519,6 +555,7 @@ class Reducer:
             absent=self._absent(),
             order=tuple(engine.order()),
             fired=tuple(engine.fired()) if engine.hold else (),
+            structure=self._structure.digest() if engine.hold else "",
             problem=self._late_problem(),
         )
 
@@ -628,8 +665,8 @@ class Reducer:
                 stream = self._bucket_streams[index]
                 with stream.context():
                     result = pending.wait()
-                    if isinstance(result, Tensor) and result.data_ptr() != bucket.buffer.data_ptr():
-                        bucket.buffer.copy_(result.view(-1))
+                    if isinstance(result, Tensor) and not _is_same(result, bucket.buffer):
+                        bucket.buffer.copy_(result.reshape(-1))
             for stream in set(self._streams.values()):
                 stream.join()
 
@@ -748,6 +785,8 @@ class Reducer:
             ``has_rebuilt_buckets``, and after a rebuild ``rebuilt_bucket_sizes``, ``rebuilt_per_bucket_param_indices``
             and ``prev_iteration_grad_ready_order_indices``.
         """
+        if self.detached:
+            raise RuntimeError("The reducer has been detached.")
         sizes = [bucket.layout.nbytes for bucket in self._buckets]
         indices = [list(bucket.layout.indices) for bucket in self._buckets]
         first, cap = self._limits()
@@ -777,6 +816,9 @@ class Reducer:
 
     def detach(self) -> None:
         """Undo everything: remove hooks, free buckets and groups. Gradients stay, in memory of their own."""
+        if self.detached:
+            return
+        self.detached = True
         self._abandon()
         for bucket in self._buckets:
             for param, view in zip(bucket.params, bucket.views, strict=True):
@@ -813,12 +855,22 @@ def _hookable(params: Sequence[nn.Parameter]) -> Iterator[None]:
         param.requires_grad_(False)
 
 
+def _is_same(result: Tensor, buffer: Tensor) -> bool:
+    return result.data_ptr() == buffer.data_ptr() and result.dtype == buffer.dtype and result.is_contiguous()
+
+
 def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
 
 
-def _check_initialized(module: nn.Module) -> None:
+def _check_parameters(module: nn.Module) -> None:
     for name, param in module.named_parameters():
+        if param.is_meta:
+            raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialise it first.")
+        if _compat.overlaps_itself(param):
+            raise ValueError(
+                f"Elements of parameter {name!r} share memory (it was expanded), so it cannot be written: clone it."
+            )
         if _compat.is_uninitialized(param):
             raise ValueError(
                 f"Parameter {name!r} of a lazy module has no shape yet: run one forward with example data first."

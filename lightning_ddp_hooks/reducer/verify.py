@@ -12,14 +12,14 @@ from lightning_ddp_hooks.reducer.agreement import ranks_text
 
 
 def check_same_on_all_ranks(
-    named_params: Sequence[tuple[str, Tensor]], settings: Mapping[str, object], group: comm.ProcessGroup
+    named_tensors: Sequence[tuple[str, Tensor]], settings: Mapping[str, object], group: comm.ProcessGroup
 ) -> None:
     """Compare parameters and settings over the ranks; a collective call.
 
     Ranks compare a digest first, and exchange the long form only if that differs.
 
     Args:
-        named_params: all parameters in order of registration.
+        named_tensors: all parameters and buffers in order of registration.
         settings: what shapes the order of collectives, by argument name.
         group: a CPU group.
 
@@ -27,8 +27,8 @@ def check_same_on_all_ranks(
         RuntimeError: on every rank; names the first parameter (or setting) that differs, and the ranks on each side.
     """
     rows = [
-        f"{name}: shape {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
-        for name, param in named_params
+        f"{name}: shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
+        for name, tensor in named_tensors
     ]
     rows += [f"argument {name}={value!r}" for name, value in settings.items()]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()

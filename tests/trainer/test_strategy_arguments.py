@@ -9,6 +9,7 @@ import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from trainer_runs import EXACT, Net, State, assert_same, fit
 
 from lightning_ddp_hooks import DDPHooksStrategy
-from lightning_ddp_hooks.averaging import PeriodicModelAverager
-from lightning_ddp_hooks.hooks import TorchHook
+from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager
+from lightning_ddp_hooks.hooks import Cast, CommHook, PerParameter, PowerSGD, Rule, Schedule, Stage, TopK, TorchHook
 
 LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
@@ -193,6 +194,122 @@ def test_printed_configuration_can_be_read_again(
     (tmp_path / "config.yaml").write_text(printed)
 
     assert_as_flags_say(parse("--config", str(tmp_path / "config.yaml"), monkeypatch=monkeypatch).strategy)
+
+
+HOOK_FLAGS: list[tuple[list[str], CommHook]] = [
+    (["comm_hook=powersgd"], PowerSGD()),
+    (["comm_hook=lightning_ddp_hooks.hooks.PowerSGD", "comm_hook.rank=4"], PowerSGD(rank=4)),
+    (["comm_hook=TopK", "comm_hook.ratio=0.1"], TopK(ratio=0.1)),
+    (["comm_hook=Cast", "comm_hook.inner=powersgd", "comm_hook.dtype=float16"], Cast("powersgd", "float16")),
+]
+
+
+@pytest.mark.parametrize(("flags", "hook"), HOOK_FLAGS, ids=[" ".join(flags) for flags, _ in HOOK_FLAGS])
+def test_command_line_sets_the_hook(flags: list[str], hook: CommHook, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = parse(FLAGS[0], *(f"--trainer.strategy.{flag}" for flag in flags), monkeypatch=monkeypatch).strategy
+
+    assert strategy._hook == hook
+
+
+def test_command_line_sets_the_averager(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("averager=PeriodicModelAverager", "averager.period=4", "averager.warmup_steps=100")
+    strategy = parse(FLAGS[0], *(f"--trainer.strategy.{flag}" for flag in flags), monkeypatch=monkeypatch).strategy
+
+    assert strategy._averager == PeriodicModelAverager(period=4, warmup_steps=100)
+
+
+HOOK_NAMES = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+IN_YAML: list[tuple[str, dict[str, Any]]] = [
+    ("comm_hook: {class_path: Cast, init_args: {inner: int8, dtype: float16}}", {"comm_hook": Cast("int8", "float16")}),
+    (
+        """
+        comm_hook:
+          class_path: lightning_ddp_hooks.hooks.Cast
+          init_args:
+            inner: {class_path: lightning_ddp_hooks.hooks.PowerSGD, init_args: {rank: 2}}
+        """,
+        {"comm_hook": Cast(PowerSGD(rank=2))},
+    ),
+    (
+        """
+        comm_hook:
+          class_path: lightning_ddp_hooks.hooks.PerParameter
+          init_args:
+            rules:
+            - hook: {class_path: lightning_ddp_hooks.hooks.PowerSGD, init_args: {rank: 4}}
+              ndim: 2
+            - hook: int8
+              pattern: "*.embed.*"
+            default: bf16
+        """,
+        {
+            "comm_hook": PerParameter(
+                [Rule(PowerSGD(rank=4), ndim=2), Rule("int8", pattern="*.embed.*")], default="bf16"
+            )
+        },
+    ),
+    (
+        """
+        comm_hook:
+          class_path: lightning_ddp_hooks.hooks.Schedule
+          init_args:
+            stages:
+            - {step: 0, hook: bf16}
+            - step: 1000
+              hook: {class_path: lightning_ddp_hooks.hooks.TopK, init_args: {ratio: 0.1}}
+        """,
+        {"comm_hook": Schedule([Stage(0, "bf16"), Stage(1000, TopK(ratio=0.1))])},
+    ),
+    (
+        f"comm_hook: {{class_path: TorchHook, init_args: {{hook: {HOOK_NAMES}.allreduce_hook}}}}",
+        {"comm_hook": TorchHook(hook=allreduce_hook)},
+    ),
+    (
+        """
+        averager:
+          class_path: lightning_ddp_hooks.averaging.HierarchicalModelAverager
+          init_args: {period_group_size_dict: {2: 2, 8: 4}, warmup_steps: 5}
+        """,
+        {"averager": HierarchicalModelAverager(period_group_size_dict={2: 2, 8: 4}, warmup_steps=5)},
+    ),
+    (
+        """
+        averager:
+          class_path: lightning_ddp_hooks.averaging.DiLoCo
+          init_args:
+            period: 8
+            comm_hook: {class_path: lightning_ddp_hooks.hooks.PowerSGD, init_args: {rank: 4}}
+        """,
+        {"averager": DiLoCo(period=8, comm_hook=PowerSGD(rank=4))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), IN_YAML, ids=[str(expected)[:40] for _, expected in IN_YAML])
+def test_yaml_sets_composed_hooks_and_averagers_and_prints_them_back(
+    text: str,
+    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    head = "trainer:\n  strategy:\n    class_path: lightning_ddp_hooks.DDPHooksStrategy\n    init_args:\n"
+    config = tmp_path / "config.yaml"
+    config.write_text(head + indent(dedent(text), " " * 6))
+    with pytest.raises(SystemExit):
+        parse("--config", str(config), "--print_config", monkeypatch=monkeypatch)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+
+    for path in (config, printed):
+        strategy = parse("--config", str(path), monkeypatch=monkeypatch).strategy
+        assert strategy._hook == expected.get("comm_hook")
+        assert strategy._averager == expected.get("averager")
+
+
+def test_command_line_names_the_hooks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="hook 'nonsense'; known names: allreduce, batched"):
+        parse(FLAGS[0], "--trainer.strategy.comm_hook=nonsense", monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("flag", ["bucket_cap_mb=wide", "gradient_weighting=tokens", "bucket_cap=2"])

@@ -257,24 +257,26 @@ class Breaks(Net):
 
 
 class BreaksAlone(Breaks):
-    """Rank 1 takes part in nothing until rank 0 has written its checkpoint."""
+    """Rank 1 takes part in nothing until rank 0 has written its checkpoint and is gone."""
 
     def wait(self) -> None:
         (saver,) = (c for c in self.trainer.callbacks if isinstance(c, OnExceptionCheckpoint))
-        deadline = time.monotonic() + 30
-        while this_rank() == 1 and not Path(saver.ckpt_path).exists():
+        deadline = time.monotonic() + 20
+        while this_rank() == 1 and not Path(saver.dirpath, "left").exists():
             assert time.monotonic() < deadline, "rank 0 waits for this rank"
             time.sleep(0.05)
 
 
 def save_in_an_error(folder: str, module_class: type[Breaks]) -> list[str]:
-    trainer = make_trainer({"comm_hook": POWERSGD}, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(folder)])
+    saver = OnExceptionCheckpoint(folder)
+    trainer = make_trainer({"comm_hook": POWERSGD}, enable_checkpointing=True, callbacks=[saver])
     with pytest.raises(ZeroDivisionError):
         trainer.fit(make_module(module_class))
+    Path(folder, "left").touch()
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        go_on(POWERSGD, Path(folder, "on_exception.ckpt"), make_module())
+        go_on(POWERSGD, Path(saver.ckpt_path), make_module())
     return [str(warning.message) for warning in caught if "lacks" in str(warning.message)]
 
 

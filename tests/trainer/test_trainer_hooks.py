@@ -109,7 +109,7 @@ class Situation:
 
 
 VIEW, COPY = {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}
-NATIVE, PYTHON = {"reducer_backend": "auto"}, {"reducer_backend": "python"}
+NATIVE, PYTHON = {"reducer_backend": "native"}, {"reducer_backend": "python"}
 SHORT = {"max_epochs": 1}
 
 # The two kinds of storage and the two backends take turns; that they make no difference is tested further down.
@@ -136,6 +136,7 @@ def fit_probes(situation: Situation) -> dict[str, Outcome]:
     return {name: fit_probe(situation, case.hook) for name, case in HOOKS.items()}
 
 
+@pytest.mark.timeout(900)  # the first that needs the native backend waits for the compiler
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_hook_hands_on_the_mean_but_for_what_it_owes(situation: str) -> None:
     setup = SITUATIONS[situation]
@@ -209,6 +210,7 @@ def fit_all_ways() -> dict[str, list[State]]:
     }
 
 
+@pytest.mark.timeout(900)
 def test_views_and_backends_change_no_bit() -> None:
     require("native")
 

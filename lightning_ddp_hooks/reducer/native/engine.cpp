@@ -92,10 +92,28 @@ void Engine::start() {
   late_.clear();
 }
 
+// The engine of autograd drops the callbacks of a backward that an exception breaks off: then `ended` is never set.
+struct Engine::EndOfBackward {
+  explicit EndOfBackward(std::weak_ptr<Engine> engine) : weak(std::move(engine)) {}
+  EndOfBackward(const EndOfBackward&) = delete;
+  EndOfBackward& operator=(const EndOfBackward&) = delete;
+  ~EndOfBackward() {
+    if (const auto self = ended ? nullptr : weak.lock()) {
+      self->armed = false;
+      self->broken = true;
+    }
+  }
+
+  std::weak_ptr<Engine> weak;
+  bool ended = false;
+};
+
 void Engine::arm() {
   armed = true;
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
-    if (const auto self = weak.lock()) {
+  auto end = std::make_shared<EndOfBackward>(weak_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([end] {
+    end->ended = true;
+    if (const auto self = end->weak.lock()) {
       self->armed = false;
       self->host_.backward_ended();
     }
@@ -130,6 +148,7 @@ void Engine::gradient_ready(size_t index) {
   std::shared_ptr<Engine> alive;
   if (!active || !armed) {
     alive = begin_pass();
+    param.used = true;  // forgotten if a broken pass was given up
   }
   const auto left = --param.left;
   if (left != 0) {
@@ -154,6 +173,9 @@ void Engine::gradient_ready(size_t index) {
 // Returns what keeps this engine alive until the caller is done with it, whatever the host does.
 std::shared_ptr<Engine> Engine::begin_pass() {
   auto self = shared_from_this();
+  if (broken) {
+    host_.backward_broke();
+  }
   if (!active) {
     host_.pass_begins();
   }

@@ -63,6 +63,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::atomic<bool> hold{true};
   std::atomic<bool> armed{false};
   std::atomic<bool> active{false};
+  std::atomic<bool> broken{false};
   std::atomic<size_t> launched{0};
 
  private:
@@ -88,6 +89,8 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
     int64_t pending = 0;
     Sum sum;
   };
+
+  struct EndOfBackward;
 
   std::shared_ptr<Engine> begin_pass();
   void came_again(size_t index);

@@ -53,6 +53,10 @@ void Host::bucket_full(size_t bucket) const {
   call(weak_, "bucket_full", "n", static_cast<Py_ssize_t>(bucket));
 }
 
+void Host::backward_broke() const {
+  call(weak_, "backward_broke", nullptr);
+}
+
 void Host::backward_ended() const {
   call(weak_, "backward_ended", nullptr);
 }

@@ -20,6 +20,7 @@ class Host {
   void pass_begins() const;
   void bucket_full(size_t bucket) const;
   void backward_ended() const;
+  void backward_broke() const;
 
  private:
   PyObject* weak_;

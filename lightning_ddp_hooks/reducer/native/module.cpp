@@ -66,6 +66,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property("sync", &get<bool, &Engine::sync>, &set<bool, &Engine::sync>)
       .def_property("hold", &get<bool, &Engine::hold>, &set<bool, &Engine::hold>)
       .def_property("armed", &get<bool, &Engine::armed>, &set<bool, &Engine::armed>)
+      .def_property("broken", &get<bool, &Engine::broken>, &set<bool, &Engine::broken>)
       .def_property("active", &get<bool, &Engine::active>, &set<bool, &Engine::active>)
       .def_property("launched", &get<size_t, &Engine::launched>, &set<size_t, &Engine::launched>)
       .def("set_layout",
