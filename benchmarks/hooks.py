@@ -133,13 +133,12 @@ def counted_bytes() -> Iterator[list[float]]:
     """Count the bytes that this rank sends in the collectives under the context."""
     sent = [0.0]
     originals = {}
-    n = dist.get_world_size()
 
     def counting(name: str, volume: Callable[..., float]) -> None:
         original = originals[name] = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            sent[0] += volume(*args)
+            sent[0] += volume(dist.get_world_size(kwargs.get("group")), *args)
             return original(*args, **kwargs)
 
         setattr(dist, name, call)
@@ -147,14 +146,14 @@ def counted_bytes() -> Iterator[list[float]]:
     def nbytes(tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size()
 
-    counting("all_reduce", lambda tensor, *_: 2 * (n - 1) / n * nbytes(tensor))
-    counting("all_to_all_single", lambda _, tensor, *__: (n - 1) / n * nbytes(tensor))
+    counting("all_reduce", lambda n, tensor, *_: 2 * (n - 1) / n * nbytes(tensor))
+    counting("all_to_all_single", lambda n, _, tensor, *__: (n - 1) / n * nbytes(tensor))
     for name in ("all_gather", "all_gather_into_tensor", "all_gather_single"):
         if hasattr(dist, name):
-            counting(name, lambda _, tensor, *__: (n - 1) * nbytes(tensor))
+            counting(name, lambda n, _, tensor, *__: (n - 1) * nbytes(tensor))
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
         if hasattr(dist, name):
-            counting(name, lambda _, tensor, *__: (n - 1) / n * nbytes(tensor))
+            counting(name, lambda n, _, tensor, *__: (n - 1) / n * nbytes(tensor))
     try:
         yield sent
     finally:

@@ -298,7 +298,12 @@ class PythonEngine:
 
     def _backward_comes(self, _: Tensor) -> None:
         if self.sync and not self.armed:
+            self._give_up_broken()
             self.arm()
+
+    def _give_up_broken(self) -> None:
+        if self.broken and (host := self._host()) is not None:
+            host.backward_broke()
 
     def backward_ended(self) -> None:
         """Tell the host; called by autograd."""
@@ -342,9 +347,8 @@ class PythonEngine:
             self._launch_full()
 
     def _begin_pass(self) -> None:
+        self._give_up_broken()
         host = self._host()
-        if self.broken and host is not None:
-            host.backward_broke()
         if not self.active and host is not None:
             host.pass_begins()
         if not self.armed:

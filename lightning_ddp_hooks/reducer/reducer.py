@@ -867,11 +867,11 @@ def _check_parameters(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if param.is_meta:
             raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialise it first.")
-        if _compat.overlaps_itself(param):
-            raise ValueError(
-                f"Elements of parameter {name!r} share memory (it was expanded), so it cannot be written: clone it."
-            )
         if _compat.is_uninitialized(param):
             raise ValueError(
                 f"Parameter {name!r} of a lazy module has no shape yet: run one forward with example data first."
+            )
+        if _compat.overlaps_itself(param):
+            raise ValueError(
+                f"Elements of parameter {name!r} share memory (it was expanded), so it cannot be written: clone it."
             )

@@ -125,6 +125,7 @@ void Engine::watch(const std::vector<at::Tensor>& outputs) {
     output.register_hook([weak = weak_from_this()](const at::Tensor&) {
       const auto self = weak.lock();
       if (self && self->sync && !self->armed) {
+        self->give_up_broken();
         self->arm();
       }
     });
@@ -173,9 +174,7 @@ void Engine::gradient_ready(size_t index) {
 // Returns what keeps this engine alive until the caller is done with it, whatever the host does.
 std::shared_ptr<Engine> Engine::begin_pass() {
   auto self = shared_from_this();
-  if (broken) {
-    host_.backward_broke();
-  }
+  give_up_broken();
   if (!active) {
     host_.pass_begins();
   }
@@ -183,6 +182,12 @@ std::shared_ptr<Engine> Engine::begin_pass() {
     arm();
   }
   return self;
+}
+
+void Engine::give_up_broken() {
+  if (broken) {
+    host_.backward_broke();
+  }
 }
 
 void Engine::came_again(size_t index) {

@@ -93,6 +93,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   struct EndOfBackward;
 
   std::shared_ptr<Engine> begin_pass();
+  void give_up_broken();
   void came_again(size_t index);
   void launch_full();
   void copy_in(Param& param);
