@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 import torch
+from backends import backend_fixture  # noqa: F401
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from odd_models import reference, train
@@ -38,12 +39,12 @@ def check_batch(batch: list[Spec], world_size: int, backend: str) -> None:
 
 # A failing batch names the model that failed; to shrink it would start hundreds of worlds.
 @settings(
-    max_examples=4,
+    max_examples=3,
     deadline=None,
     database=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(batch=st.lists(specs, min_size=12, max_size=12), world_size=st.integers(2, 3))
-def test_random_models_train_as_the_reference(batch: list[Spec], world_size: int) -> None:
-    check_batch(batch, world_size, "python")
+def test_random_models_train_as_the_reference(backend: str, batch: list[Spec], world_size: int) -> None:
+    check_batch(batch, world_size, backend)

@@ -1,4 +1,4 @@
-"""Every odd model trains as the single-process reference says, with views and copies, on two and three ranks."""
+"""Every odd model trains as the single-process reference says: views and copies, two and three ranks, both engines."""
 
 import functools
 import traceback
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import backend_fixture  # noqa: F401
 from odd_models import CASES, reference, train
 from ranks import run_ranks
 
@@ -27,15 +28,16 @@ def _train_all(settings: dict[str, Any]) -> dict[str, Outcome]:
 
 
 @functools.cache
-def _outcomes(world_size: int, views: bool) -> list[dict[str, Outcome]]:
-    return run_ranks(_train_all, {"gradient_as_bucket_view": views}, world_size=world_size, timeout=100)
+def _outcomes(backend: str, world_size: int, views: bool) -> list[dict[str, Outcome]]:
+    settings = {"gradient_as_bucket_view": views, "reducer_backend": backend}
+    return run_ranks(_train_all, settings, world_size=world_size, timeout=100)
 
 
 @pytest.mark.parametrize(("world_size", "views"), [(2, True), (2, False), (3, True)], ids=["2-views", "2-copies", "3"])
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_as_the_reference(name: str, world_size: int, views: bool) -> None:
+def test_ranks_train_as_the_reference(backend: str, name: str, world_size: int, views: bool) -> None:
     wanted = reference(CASES[name], STEPS, world_size)
-    for rank, outcomes in enumerate(_outcomes(world_size, views)):
+    for rank, outcomes in enumerate(_outcomes(backend, world_size, views)):
         params = outcomes[name]
         assert not isinstance(params, str), f"rank {rank}: {params}"
         for found, expected in zip(params, wanted, strict=True):
