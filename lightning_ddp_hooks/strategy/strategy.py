@@ -19,11 +19,6 @@ from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
-from lightning_ddp_hooks.averaging.driver import STATE_KEY as AVERAGING_KEY
-from lightning_ddp_hooks.averaging.driver import Averaging
-from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
-from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
-from lightning_ddp_hooks.callbacks.uneven_strategy import UnevenStrategy
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook, declaration_text
 from lightning_ddp_hooks.hooks.install import install_hook
@@ -32,6 +27,8 @@ from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
+from lightning_ddp_hooks.strategy.averaging import AveragingStrategy
+from lightning_ddp_hooks.strategy.lightning_names import averager_by_lightnings_names, hook_by_lightnings_names
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,7 +43,7 @@ log = logging.getLogger(__name__)
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class DDPHooksStrategy(UnevenStrategy):
+class DDPHooksStrategy(AveragingStrategy):
     """Data-parallel training with communication hooks; takes the place of ``strategy="ddp"``.
 
     It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go
@@ -142,21 +139,13 @@ class DDPHooksStrategy(UnevenStrategy):
             raise TypeError(
                 f"Expected a name such as 'gloo' for `process_group_backend`, got {process_group_backend!r}."
             )
-        hook = _hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+        hook = hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self._hook = resolve_hook(hook)
         self._gradient_weighting = gradient_weighting
-        self._averager: ModelAverager | None = None
-        self._averaging_settings: dict[str, Any] = {}
-        if model_averaging_period is not None:
-            if averager is not None:
-                raise ValueError("Set `averager` or `model_averaging_period`, not both.")
-            averager = _averager_by_lightnings_names(model_averaging_period, ddp_comm_state)
+        averager = averager_by_lightnings_names(averager, model_averaging_period, ddp_comm_state)
         if averager is not None:
             self.use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
-        self._averaging: Averaging | None = None
         self._failed = False
-        self._restored_averaging: dict[str, Any] | None = None
-        self._final_averaging: dict[str, Any] | None = None
         self._final_state: dict[str, Any] | None = None
         self._skip_missing_loss = skip_missing_loss
         super().__init__(
@@ -209,27 +198,16 @@ class DDPHooksStrategy(UnevenStrategy):
         else:
             self._hook = declared
 
+    @override
     def use_averager(
         self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
     ) -> None:
-        """Average the model; as if given to the constructor. Before the strategy is set up.
-
-        Raises:
-            TypeError: not an averager.
-            ValueError: there is an averager already, or it contradicts the communication hook.
-        """
-        if not isinstance(averager, ModelAverager):
-            raise TypeError(f"Expected a ModelAverager for `averager`, got {type(averager).__name__}.")
-        if self._averager is not None:
-            raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        hook_follows_schedule(averager, self._hook)
         if self._gradient_weighting == "samples":
             raise ValueError(
                 '`gradient_weighting="samples"` weighs gradients, which are not exchanged once `averager` has taken '
                 "over."
             )
-        self._averager = averager
-        self._averaging_settings = {"before_eval": average_before_eval, "save_replicas": save_replicas}
+        super().use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
 
     @override
     def use_uneven_inputs(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
@@ -286,12 +264,8 @@ class DDPHooksStrategy(UnevenStrategy):
         if self._gradient_weighting == "samples" and self._uneven is None:
             self._weights = SampleWeights(self._reducer.control_group)
         self._failed = False
-        self._final_state = self._final_averaging = None
-        if self._averager is not None:
-            self._averaging = Averaging(
-                self._averager, module, lambda: self.optimizers, hook=self._hook, **self._averaging_settings
-            )
-            self._prepare_step()
+        self._final_state = None
+        self._start_averaging(module)
         log.debug("reducer: %s", self._reducer.stats())
 
     def _install_hook(self, hook: CommHook) -> None:
@@ -320,24 +294,13 @@ class DDPHooksStrategy(UnevenStrategy):
             self._bound_hook.rescale(scale / self._loss_scale)
             self._loss_scale = scale
 
-    @property
-    def _may_communicate(self) -> bool:
-        """Whether all ranks are where this one is; not while an exception is handled."""
-        module = self.lightning_module
-        return not (self._failed or (module is not None and module.trainer.interrupted))
-
     # ------------------------------------------------------------------ checkpoints
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if "optimizer_states" in checkpoint:  # else only the weights are wanted
-            together = self._may_communicate
-            checkpoint[STATE_KEY] = self._final_state or self._training_state(collective=together)
-            if self._averaging is None or together:
-                averaging = self._final_averaging if self._averaging is None else self._averaging.state_dict()
-                checkpoint.update({} if averaging is None else {AVERAGING_KEY: averaging})
-            else:
-                checkpoint[STATE_KEY]["missing"].append("the averaged model and the averager's state")
+            checkpoint[STATE_KEY] = self._final_state or self._training_state(collective=self._may_communicate)
+            checkpoint[STATE_KEY]["missing"] += self._add_averaging_state(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -354,67 +317,17 @@ class DDPHooksStrategy(UnevenStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         # Groups do not exist yet: what was read is applied in setup.
         self._restored = read_training_state(checkpoint)
-        self._restored_averaging = checkpoint.get(AVERAGING_KEY)
         if self._reducer is not None and self._restored is not None:  # while fitting: a tuner puts back where it began
             self._step = self._restored["step"]
             self._loss_scale = self._restored.get("loss_scale", 1.0)
             self._restore_hook()
         return checkpoint
 
-    # ------------------------------------------------------------------ model averaging
-
-    def _prepare_step(self) -> None:
-        """Have the coming step exchange gradients and buffers or not, as the averager's schedule says."""
-        if self._averaging is not None:
-            self.reducer.sync = self._averaging.syncs_gradients()
-            self.reducer.keeps_buffers = not self._averaging.broadcasts_buffers()
-            self.reducer.skip_step = False  # nobody says so while gradients are not exchanged
-
-    def _step_ended(self) -> None:
-        self._step += 1
-        if self._averaging is not None:
-            self._averaging.after_step()
-            self._prepare_step()
-
-    @override
-    def on_validation_start(self) -> None:
-        if self._averaging is not None:
-            self._averaging.before_eval()
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._averaging is not None:
-            self._averaging.after_eval()
-
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
         # For a checkpoint that is saved once the fit is over, when there are no groups any more.
-        if self._averaging is not None:
-            self._averaging.finish()
-            self._final_averaging = self._averaging.state_dict(with_replicas=False)
         self._final_state = self._training_state(collective=True)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if self._averaging is None or not self._may_communicate:
-            return state
-        return self._averaging.model_state(state)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._averaging is None or not self._may_communicate:
-            return super().optimizer_state(optimizer)
-        return self._averaging.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._averaging is not None and self._restored_averaging is not None:
-            self._averaging.load_state_dict(self._restored_averaging)
-            self._prepare_step()
-        self._restored_averaging = None
 
     # ------------------------------------------------------------------ the end
 
@@ -429,18 +342,19 @@ class DDPHooksStrategy(UnevenStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._averaging is not None:
-            if not self._failed:
-                self._averaging.close()
-            self._averaging = None
+        self._stop_averaging()
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
-        self._weights = self._bound_hook = self._restored = self._restored_averaging = None
+        self._weights = self._bound_hook = self._restored = None
         self._missing_loss = None
         super().teardown()
 
     # ------------------------------------------------------------------ training
+
+    def _step_ended(self) -> None:
+        self._step += 1
+        self._average_after_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -564,37 +478,6 @@ class _SkipStepError(Exception):
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
-
-
-def _hook_by_lightnings_names(
-    hook: HookLike | None, state: object | None, function: Callable[..., Any] | None, wrapper: Callable[..., Any] | None
-) -> HookLike | None:
-    """Take a hook by `DDPStrategy`'s names, with a warning that tells ours."""
-    if function is None:
-        if state is not None or wrapper is not None:
-            raise ValueError("`ddp_comm_state` and `ddp_comm_wrapper` need `ddp_comm_hook`; or use `comm_hook`.")
-        return hook
-    if hook is not None:
-        raise ValueError("Set `comm_hook` or `ddp_comm_hook`, not both.")
-    if wrapper is not None and not callable(wrapper):
-        raise TypeError(f"Expected a callable for `ddp_comm_wrapper`, got {wrapper!r}.")
-    rank_zero_warn("`ddp_comm_hook` is Lightning's name: use `comm_hook=(state, hook)`.")
-    return (state, function if wrapper is None else wrapper(function))
-
-
-def _averager_by_lightnings_names(period: int, state: object | None) -> ModelAverager:
-    """Take a period by `DDPStrategy`'s name, with a warning that tells ours."""
-    start = getattr(state, "start_localSGD_iter", None)
-    if start is None:
-        raise ValueError(
-            "`model_averaging_period` needs a PostLocalSGDState as `ddp_comm_state`; or use "
-            "`averager=PeriodicModelAverager(period=..., warmup_steps=...)`."
-        )
-    rank_zero_warn(
-        "`model_averaging_period` is Lightning's name: use `averager=PeriodicModelAverager(period=..., "
-        "warmup_steps=...)`."
-    )
-    return PeriodicModelAverager(period=period, warmup_steps=start)
 
 
 def register() -> None:
