@@ -200,7 +200,7 @@ class DataParallel(nn.Module, Joinable):
         """Tell joined ranks of this forward; return the rank whose buffers it begins with."""
         if self._join is None or not torch.is_grad_enabled():
             return 0
-        if self.reducer.refreshes_buffers:
+        if self.reducer.buffers.refresh_due:
             event = Join.notify(self, FORWARD_WITH_BUFFERS, wait=True)
             assert event is not None
             return event.active[0]

@@ -182,20 +182,53 @@ def test_without_sync_gradients_are_only_noted_as_used(backend: str) -> None:
     assert host.engine.used() == b"\x00\x00"
 
 
-def test_on_hold_the_order_is_noted_and_nothing_is_copied(backend: str) -> None:
+@pytest.mark.parametrize("views", [True, False])
+def test_on_hold_the_order_is_noted_and_nothing_is_launched(backend: str, views: bool) -> None:
     params = weights((3,), (4,), (5,))
-    host = Host(params, backend)
+    host = Host(params, backend, views=views)
     host.lay_out([0, 1, 2])
     host.engine.hold = True
+    expected = torch.autograd.grad(params[0].sum() * 2 * params[2].sum(), [params[0], params[2]])
     (params[0].sum() * 2 * params[2].sum()).backward()
     assert host.heard == ["begins", "ended"]
     assert sorted(host.engine.order()) == [0, 2]
     assert host.engine.unready() == [1]
     assert host.engine.fired() == [1, 0, 1]
-    assert not host.buckets[0].buffer.any()
+    # With views a gradient moves into its bucket at once, not scaled yet, so that it does not lie in memory twice.
+    for index, gradient in zip((0, 2), expected, strict=True):
+        assert (params[index].grad is host.buckets[0].views[index]) == views
+        assert torch.equal(params[index].grad, gradient)
+    assert params[1].grad is None
     host.engine.fill(0)
-    assert torch.equal(host.buckets[0].views[0], params[0].grad)
+    assert torch.equal(host.buckets[0].views[0], expected[0] * 0.5)
     assert torch.equal(host.buckets[0].views[1], torch.zeros(4))
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_on_hold_a_gradient_may_come_again(backend: str, views: bool) -> None:
+    params = weights((3, 4), LARGE, (5,), dtype=torch.float64) + weights((4,), dtype=torch.bfloat16)
+    host = Host(params, backend, views=views)
+    host.lay_out([0, 1, 2], [3])
+    host.engine.hold = True
+    expected = [g + 2 * g for g in gradients(params, 1.0)]
+    loss(params, 1.0).backward()
+    loss(params, 2.0).backward()  # the pass is still open: as after the first of two re-entrant segments
+    assert host.engine.fired() == [2, 2, 2, 2]
+    assert host.engine.late() == []
+    for bucket in range(2):
+        host.engine.fill(bucket)
+        for index, view in zip(host.buckets[bucket].layout.indices, host.buckets[bucket].views, strict=True):
+            assert torch.equal(view, expected[index] * 0.5)
+
+
+def test_on_hold_a_sparse_gradient_stays_where_it_is(backend: str) -> None:
+    params = weights((6, 2))
+    host = Host(params, backend)
+    host.lay_out([0])
+    host.engine.hold = True
+    nn.functional.embedding(torch.tensor([1, 4]), params[0], sparse=True).sum().backward()
+    assert params[0].grad is not None
+    assert params[0].grad.is_sparse
 
 
 def test_a_function_that_returns_no_gradient_counts_as_zero(backend: str) -> None:

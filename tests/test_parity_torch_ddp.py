@@ -40,11 +40,14 @@ def recurrent() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": conv, "recurrent": recurrent}
 
 
-def _train(wrap: Callable[[nn.Module], Any], net: nn.Module, dtype: torch.dtype, accumulate: int) -> list[torch.Tensor]:
+def _train(
+    wrap: Callable[[nn.Module], Any], net: nn.Module, dtype: torch.dtype, accumulate: int, zeroing: str = "to none"
+) -> list[torch.Tensor]:
     model = wrap(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for step in range(5):
-        optimizer.zero_grad()
+        if zeroing != "never":
+            optimizer.zero_grad(set_to_none=zeroing == "to none")
         for micro in range(accumulate):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
             x = torch.randn(4, 16, generator=generator).to(dtype)
@@ -95,3 +98,25 @@ def test_training_is_bitwise_torch_ddps(
     name: str, dtype: torch.dtype, accumulate: int, views: bool, hook: str | None
 ) -> None:
     assert run_ranks(_compare, name, dtype, accumulate, views, hook) == [True, True]
+
+
+def _compare_zeroing(zeroing: str, views: bool) -> bool:
+    torch.manual_seed(dist.get_rank())
+    net = mlp()
+    limits = {"bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
+    theirs, ours = copy.deepcopy(net), net
+    wanted = _train(
+        lambda module: nn.parallel.DistributedDataParallel(module, **limits),  # type: ignore[arg-type]
+        theirs,
+        torch.float32,
+        2,
+        zeroing,
+    )
+    found = _train(lambda module: ldh.DataParallel(module, **limits), ours, torch.float32, 2, zeroing)  # type: ignore[arg-type]
+    return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("zeroing", ["in place", "never"])
+def test_gradients_that_outlive_a_step_give_the_bits_of_torch_ddp(zeroing: str, views: bool) -> None:
+    assert run_ranks(_compare_zeroing, zeroing, views) == [True, True]

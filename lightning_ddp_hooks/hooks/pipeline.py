@@ -73,6 +73,8 @@ class HookComm:
                 if not earliest.finished:
                     earliest.block()
                     break
+        if all(task.finished for task in self._tasks):
+            self._tasks = []  # they hold their buckets, which may be about to give way to others
 
 
 class _Task:

@@ -37,7 +37,7 @@ class DataParallelJoinHook(JoinHook):
         """Broadcast buffers, or reduce zeros through the registered hook."""
         event = self.event
         if event.kind == FORWARD_WITH_BUFFERS:
-            self._reducer.refresh_buffers(event.active[0])
+            self._reducer.buffers.refresh(event.active[0])
         elif event.kind == BACKWARD:
             if not self._by_world_size:
                 self._reducer.set_divisor(len(event.active))

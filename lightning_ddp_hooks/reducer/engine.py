@@ -219,6 +219,7 @@ class PythonEngine:
         self._pending_at_start: list[int] = []
         self._pending: list[int] = []
         self._bucket_of: list[int] = [0] * len(params)
+        self._view_of: list[Tensor | None] = [None] * len(params)
         self._eager: list[Tensor | None] = [None] * len(params)
         self._slots: list[list[tuple[int, Tensor, Tensor]]] = []
         self._deferred: list[list[tuple[Tensor, Tensor]]] = []
@@ -245,12 +246,14 @@ class PythonEngine:
         self._pending_at_start = []
         self._slots = []
         self._deferred = []
+        self._view_of = [None] * len(self._params)
         self._eager = [None] * len(self._params)
         for position, bucket in enumerate(buckets):
             self._pending_at_start.append(sum(expected[index] > 0 for index in bucket.layout.indices))
             deferred = []
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 self._bucket_of[index] = position
+                self._view_of[index] = view
                 if view.numel() >= EAGER_NUMEL and expected[index] == 1 and _may_be_eager(view):
                     self._eager[index] = view
                 else:
@@ -336,6 +339,8 @@ class PythonEngine:
             return
         if self.hold:
             self._order.append(index)
+            if self._views:
+                self._adopt(param, self._view_of[index])
             return
         view = self._eager[index]
         if view is not None:
@@ -386,6 +391,16 @@ class PythonEngine:
             stream.join()
         for bucket in launched:
             self.write_back(bucket, ())
+
+    @_without_grad
+    def _adopt(self, param: Tensor, view: Tensor | None) -> None:
+        """Move a gradient into its bucket as it is: it may still grow there, and does not lie in memory twice."""
+        gradient = param.grad
+        if view is None or gradient is None or gradient is view:
+            return
+        if gradient.layout is torch.strided and gradient.dtype is view.dtype:
+            view.copy_(gradient)
+            param.grad = view
 
     @_without_grad
     def _copy_in(self, param: Tensor, view: Tensor) -> None:

@@ -24,25 +24,24 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge
 from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.buffers import Buffers
 from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.engine import Engine
+from lightning_ddp_hooks.reducer.facts import bucket_facts
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
+from lightning_ddp_hooks.reducer.learning import Learning
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import CommStream, Readout, comm_stream
-from lightning_ddp_hooks.reducer.structure import Structure, changed_text
+from lightning_ddp_hooks.reducer.trainable import TrainableSet, check_parameters
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
-
-# With flags, the buckets are rebuilt after so many backwards even if some parameter was never used.
-_MAX_RECORDINGS = 16
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
@@ -112,9 +111,8 @@ class Reducer:
         self._policy = policy or (
             UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN
         )
-        self._ignored = _compat.ignored_names(module)
-        self._buffer_tables = _compat.buffer_tables(module)
-        _check_parameters(module)
+        ignored = _compat.ignored_names(module)
+        check_parameters(module)
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
         self.group = comm.new_group(self.parent_group, timeout=timeout)
@@ -122,12 +120,19 @@ class Reducer:
         self.world_size = comm.world_size(self.group)
         self.divisor = float(self.world_size)
 
-        tensors: list[tuple[str, Tensor]] = list(self._named_params())
+        self.buffers = Buffers(module, ignored, self.group, broadcasts=self.config.broadcast_buffers)
+        self._trainable = TrainableSet(
+            module,
+            ignored,
+            keeps_frozen=self._policy is not UnusedPolicy.FORBIDDEN,
+            on_thawed=self._thawed_ready,
+        )
+        tensors: list[tuple[str, Tensor]] = list(self._trainable.named())
         if self.config.broadcast_buffers:
-            tensors += [(name, b) for name, b in module.named_buffers() if name not in self._ignored]
+            tensors += [(name, b) for name, b in module.named_buffers() if name not in ignored]
         check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
         self._make_engine = self._choose_engine()
-        self._broadcast_initial_state()
+        broadcast_tensors([*(param for _, param in self._trainable.named()), *self.buffers.now()], self.group)
 
         # One pass (see engine.py).
         self._in_flight: list[_InFlight] = []
@@ -136,8 +141,6 @@ class Reducer:
         self._window_open = False
         self.passes = 0
         self._late_readout: Readout | None = None
-        self._buffers_stale = False
-        self.keeps_buffers = False  # replicas that train for themselves keep their own
         self._shadowing = False
         self.on_pass: Callable[[], None] | None = None
         self.skip_step = False
@@ -145,13 +148,9 @@ class Reducer:
         self.detached = False
         self.abandoned_work = False
 
-        # What is learnt from recorded backwards.
+        self._learning: Learning
+        self._planned: list[BucketLayout] | None = None
         self._auto_cap_bytes: int | None = None
-        self._recordings = 0
-        self._rebuilt = False
-        self._ready_order: list[int] = []
-        self._ready_in: dict[int, frozenset[int]] = {}
-        self._dropped: frozenset[int] = frozenset()
 
         self._comm: BucketComm = MeanAllReduce(self.group)
         self._custom_comm = False
@@ -159,24 +158,18 @@ class Reducer:
         self._streams: dict[torch.device, CommStream] = {}
         self._buckets: list[Bucket] = []
         self._engine: Engine
-        self.params: list[nn.Parameter] = []
-        self._thawed: dict[int, RemovableHandle] = {}
-        self._thawed_used = False
         self._forwards = 0
-        self._track_trainable()
+        self._begin_learning()
 
-    def _named_params(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._module.named_parameters() if name not in self._ignored]
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters whose gradients are reduced."""
+        return self._trainable.names
 
-    def _buffers_now(self) -> list[Tensor]:
-        """List the buffers, once each; between two steps any of them may have been replaced by another tensor."""
-        found = {
-            id(buffer): buffer
-            for prefix, table in self._buffer_tables
-            for name, buffer in table.items()
-            if buffer is not None and f"{prefix}.{name}".lstrip(".") not in self._ignored
-        }
-        return list(found.values())
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are reduced."""
+        return self._trainable.params
 
     def _choose_engine(self) -> EngineFactory:
         """Choose the engine, alike on all ranks or not; collective where choosing can fail."""
@@ -192,36 +185,28 @@ class Reducer:
         assert factory is not None
         return factory
 
-    def _broadcast_initial_state(self) -> None:
-        tensors: list[Tensor] = [param for _, param in self._named_params()]
-        if self.config.broadcast_buffers:
-            tensors += self._buffers_now()
-        broadcast_tensors(tensors, self.group)
-
-    def _track_trainable(self) -> None:
-        """Watch the parameters that require a gradient now, and begin to record their order.
-
-        Where parameters may be left out, those that required one before are watched further: a GAN freezes one network
-        while it trains the other.
-        """
-        named = self._named_params()
-        before = {id(param) for param in self.params} if self._policy is not UnusedPolicy.FORBIDDEN else set()
-        watched = [(name, param) for name, param in named if param.requires_grad or id(param) in before]
-        self.names = [name for name, _ in watched]
-        self.params = [param for _, param in watched]
-        self._structure = Structure.of(watched)
-        self._frozen = [param for _, param in named if not param.requires_grad and id(param) not in before]
-        self._forget_thawed()
-        self._sparse = [index for index, param in enumerate(self.params) if id(param) in self._sparse_ids]
-        self._expected = [1] * len(self.params)
-        self._recordings = 0
-        self._rebuilt = False
-        self._ready_order, self._ready_in, self._dropped = [], {}, frozenset()
-        with _hookable(self.params):
-            self._engine = self._make_engine(self.params, self, self.config.gradient_as_bucket_view)
+    def _begin_learning(self) -> None:
+        """Hook on to the parameters that are watched now, and begin to record their order."""
+        params = self.params
+        self._sparse = [index for index, param in enumerate(params) if id(param) in self._sparse_ids]
+        self._learning = Learning(
+            len(params),
+            static_graph=self.config.static_graph,
+            may_miss=self._policy is not UnusedPolicy.FORBIDDEN,
+        )
+        with _hookable(params):
+            self._engine = self._make_engine(params, self, self.config.gradient_as_bucket_view)
         self._engine.set_mean_group(None if self._custom_comm else self.group)
         self._engine.hold = True
         self._lay_out_initially()
+
+    def _begin_anew(self) -> None:
+        """Watch the parameters that require a gradient by now."""
+        sync = self._engine.sync
+        self._engine.close()
+        self._trainable.track()
+        self._begin_learning()
+        self._engine.sync = sync
 
     def _lay_out_initially(self) -> None:
         one_bucket = self._policy is UnusedPolicy.FORBIDDEN
@@ -236,27 +221,37 @@ class Reducer:
         return self.config.limits(self._auto_cap_bytes)
 
     def _dense_indices(self) -> list[int]:
-        outside = {*self._sparse, *self._dropped}
+        outside = {*self._sparse, *self._learning.dropped}
         return [index for index in range(len(self.params)) if index not in outside]
 
     def _set_layout(self, layouts: Sequence[BucketLayout]) -> None:
-        """Allocate buckets and move gradients that lie in the old ones."""
-        old_views = {
-            index: view
-            for bucket in self._buckets
-            for index, view in zip(bucket.layout.indices, bucket.views, strict=True)
-        }
+        """Allocate buckets, and move gradients that lie in the old ones."""
+        self._planned = None
+        params, expected = self.params, self._learning.expected
+        moved = [
+            (param, view)
+            for bucket in self._buckets  # of other parameters, maybe
+            for param, view in zip(bucket.params, bucket.views, strict=True)
+            if param.grad is view
+        ]
+        if not moved:  # the old buckets go before the new ones come
+            self._buckets = []
+            self._engine.set_layout([], [], expected)
         last = len(layouts) - 1
-        self._buckets = [Bucket(layout, self.params, tail=n == last) for n, layout in enumerate(layouts)]
+        self._buckets = [Bucket(layout, params, tail=n == last) for n, layout in enumerate(layouts)]
         self._bucket_names = [tuple(self.names[i] for i in bucket.layout.indices) for bucket in self._buckets]
         self._bucket_streams = [self._stream(bucket.layout.device) for bucket in self._buckets]
-        with torch.no_grad():
-            for bucket in self._buckets:
-                for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
-                    param = self.params[index]
-                    if param.grad is not None and param.grad is old_views.get(index):
-                        param.grad = view.copy_(param.grad)
-        self._engine.set_layout(self._buckets, self._bucket_streams, self._expected)
+        if moved:
+            new_views = {
+                id(param): view
+                for bucket in self._buckets
+                for param, view in zip(bucket.params, bucket.views, strict=True)
+            }
+            with torch.no_grad():
+                for param, old in moved:
+                    # One that has left the buckets keeps what it has.
+                    param.grad = new_views[id(param)].copy_(old) if id(param) in new_views else old.clone()
+        self._engine.set_layout(self._buckets, self._bucket_streams, expected)
         self._apply_divisor()
 
     def _stream(self, device: torch.device) -> CommStream:
@@ -315,59 +310,21 @@ class Reducer:
         self._forwards += 1
         if self._engine.hold or self._forwards % _FORWARDS_PER_LOOK == 0:
             self._look_at_structure()
-        self._watch_thawed()
-        if self.refreshes_buffers:
-            self.refresh_buffers(buffers_from)
-
-    @property
-    def refreshes_buffers(self) -> bool:
-        """Whether the coming forward begins with a broadcast of buffers."""
-        return self._buffers_stale and not self.keeps_buffers and torch.is_grad_enabled()
-
-    def refresh_buffers(self, src: int = 0) -> None:
-        """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own.
-
-        Args:
-            src: the rank whose buffers are up to date; rank 0's are not once it has run out of data.
-        """
-        self._buffers_stale = False
-        if self.config.broadcast_buffers and not self.keeps_buffers and (buffers := self._buffers_now()):
-            with _compat.span("ldh::broadcast_buffers"):
-                broadcast_tensors(buffers, self.group, src)
+        self._trainable.watch_thawed()
+        if self.buffers.refresh_due:
+            self.buffers.refresh(buffers_from)
 
     def _look_at_structure(self) -> None:
         """Notice parameters that were added or replaced; before the buckets are laid out, begin anew with them."""
-        named = self._named_params()
-        changed = self._structure.changed(named)
-        if changed and self._engine.hold and not (self._engine.active or any(self._engine.used())):
-            sync = self._engine.sync
-            self._engine.close()
-            self._track_trainable()
-            self._engine.sync = sync
-        elif changed:
-            raise RuntimeError(changed_text(changed))
-        elif self._structure.added(named):
-            watched = {id(param) for param in self.params}
-            self._frozen = [param for _, param in named if id(param) not in watched]
+        idle = not (self._engine.active or any(self._engine.used()))
+        if self._trainable.look(may_begin_anew=self._engine.hold and idle):
+            self._begin_anew()
 
-    def _watch_thawed(self) -> None:
-        """Have a parameter that was frozen and is not any more open a pass, in case no other one gets a gradient."""
-        for param in self._frozen:
-            if param.requires_grad and id(param) not in self._thawed:
-                self._thawed[id(param)] = param.register_post_accumulate_grad_hook(self._thawed_ready)
-
-    def _thawed_ready(self, _: Tensor) -> None:
-        self._thawed_used = True
+    def _thawed_ready(self) -> None:
         if self._engine.sync and not self._engine.active:
             self.pass_begins()
         if self._engine.sync and not self._engine.armed:
             self._engine.arm()
-
-    def _forget_thawed(self) -> None:
-        self._thawed_used = False
-        for handle in self._thawed.values():
-            handle.remove()
-        self._thawed.clear()
 
     def settle(self) -> None:
         """Bring a backward that is still open to its end."""
@@ -403,7 +360,7 @@ class Reducer:
             self._finish()
 
     def _absent(self) -> bool:
-        return self._shadowing and not (any(self._engine.used()) or self._thawed_used)
+        return self._shadowing and not (any(self._engine.used()) or self._trainable.thawed_used)
 
     def set_divisor(self, divisor: float) -> None:
         """Set what sums over ranks are divided by; before the first gradient of a pass comes."""
@@ -457,7 +414,10 @@ class Reducer:
         self._open_pass()
 
     def _open_pass(self) -> None:
-        self._count_oddities(sum(param.requires_grad for param in self._frozen))
+        if self._planned is not None:
+            # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
+            self._set_layout(self._planned)
+        self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
         self._engine.start()
 
     def bucket_full(self, index: int, unused: AbstractSet[int] = frozenset()) -> None:
@@ -498,7 +458,7 @@ class Reducer:
         self._engine.stop()
         self._engine.armed, self._engine.broken = False, False
         self._engine.forget_use()
-        self._thawed_used = False
+        self._trainable.forget_use()
         self._in_flight.clear()
         self._saved.clear()
 
@@ -533,12 +493,12 @@ class Reducer:
             raise RuntimeError(problem)
 
         self.passes += 1
-        self._buffers_stale = self.config.broadcast_buffers
+        self.buffers.changed()
         self.skip_step = verdict.skip_step
         recorded, own_fired = engine.hold, engine.fired() if engine.hold else []
         engine.stop()
         engine.forget_use()
-        self._thawed_used = False
+        self._trainable.forget_use()
         if verdict.relayout:
             self._follow_trainable_set()
         elif recorded:
@@ -548,14 +508,14 @@ class Reducer:
         engine = self._engine
         used = engine.used()
         return Report(
-            missing=tuple(index for index, flag in enumerate(used) if not flag and index not in self._dropped),
-            trainable=tuple(name for name, param in self._named_params() if param.requires_grad),
+            missing=tuple(index for index, flag in enumerate(used) if not flag and index not in self._learning.dropped),
+            trainable=self._trainable.names_now(),
             sparse=tuple(index for index, param in enumerate(self.params) if _is_sparse(param.grad)),
-            had_loss=any(used) or self._thawed_used,
+            had_loss=any(used) or self._trainable.thawed_used,
             absent=self._absent(),
             order=tuple(engine.order()),
             fired=tuple(engine.fired()) if engine.hold else (),
-            structure=self._structure.digest() if engine.hold else "",
+            structure=self._trainable.digest() if engine.hold else "",
             problem=self._late_problem(),
         )
 
@@ -564,7 +524,7 @@ class Reducer:
         verdict = judge(reports, self.names, self._policy_now(), skip_missing_loss=self._skip_missing_loss)
         if self._engine.hold:
             self._adopt_sparse({index for report in reports for index in report.sparse})
-            self._note_order(reports)
+            self._learning.note(reports)
         return verdict
 
     def _policy_now(self) -> UnusedPolicy:
@@ -697,48 +657,21 @@ class Reducer:
         self._sparse_ids |= {id(self.params[index]) for index in found}
         self._set_layout(initial_layout(self.params, [UNLIMITED], self._dense_indices(), self._hook_keys()))
 
-    def _note_order(self, reports: Sequence[Report]) -> None:
-        """Take the first rank's order, and behind it what only other ranks used."""
-        for report in reports:
-            for index in report.order:
-                if index not in self._ready_in:
-                    self._ready_in[index] = frozenset()
-                    self._ready_order.append(index)
-                self._ready_in[index] |= {self._recordings}
-        # What came twice on one rank may come twice here in another backward.
-        counts = [report.fired for report in reports if report.fired]
-        self._expected = [max(column) for column in zip(self._expected, *counts, strict=True)]
-
     def _learn(self, own_fired: Sequence[int]) -> None:
-        """Rebuild the buckets once all parameters have been seen."""
-        self._recordings += 1
-        never = [index for index in range(len(self.params)) if index not in self._ready_in]
-        if self.config.static_graph:
-            self._dropped = frozenset(never)
-            self._expected = list(own_fired) if any(own_fired) else self._expected  # an absent rank learns from others
-        elif never and not (self._policy is not UnusedPolicy.FORBIDDEN and self._recordings >= _MAX_RECORDINGS):
+        """Plan the buckets in the order of the backward, once enough of it has been seen."""
+        if not self._learning.conclude(own_fired):
             return
         if self.config.bucket_cap_mb == "auto" and self._auto_cap_bytes is None and self.params:
             link = measure_link(self.group, self.control_group, self.params[0].device)
             total = sum(param.numel() * param.element_size() for param in self.params)
             self._auto_cap_bytes = best_bucket_bytes(total, link)
-        outside = {*self._sparse, *self._dropped}
-        order = [index for index in [*self._ready_order, *never] if index not in outside]
-        # Parameters that were used in the same backwards share buckets, so that a bucket is sent whole or not at all.
-        together = [self._ready_in.get(index, frozenset()) for index in range(len(self.params))]
-        keys = self._hook_keys()
-        if self._policy is not UnusedPolicy.FORBIDDEN:
-            keys = list(zip(keys, together, strict=True))
-        self._set_layout(rebuilt_layout(self.params, order, self._limits(), keys))
+        order = self._learning.layout_order(self._sparse)
+        self._planned = rebuilt_layout(self.params, order, self._limits(), self._learning.keys(self._hook_keys()))
         self._engine.hold = False
-        self._rebuilt = True
 
     def _follow_trainable_set(self) -> None:
         """Reduce what has been unfrozen by itself this once, and begin again with the new set."""
-        known = {id(param) for param in self.params}
-        fresh = [param for _, param in self._named_params() if param.requires_grad and id(param) not in known]
-        sync = self._engine.sync
-        for param in fresh:
+        for param in self._trainable.fresh():
             has = torch.tensor([int(param.grad is not None)], dtype=torch.int32)
             comm.all_reduce(has, self.control_group).wait()
             if not has:
@@ -751,9 +684,7 @@ class Reducer:
             torch.mul(gradient, 1.0 / self.divisor, out=bucket.views[0])
             comm.all_reduce(bucket.wire, self.group).wait()
             param.grad = gradient.copy_(bucket.views[0])
-        self._engine.close()
-        self._track_trainable()
-        self._engine.sync = sync
+        self._begin_anew()
 
     def _late_problem(self) -> str | None:
         """Say what is wrong if a gradient changed after it had been sent."""
@@ -761,7 +692,7 @@ class Reducer:
         if not late:
             return None
         names = ", ".join(repr(self.names[index]) for index in sorted(set(late))[:8])
-        if any(not self._expected[index] for index in late):
+        if any(not self._learning.expected[index] for index in late):
             return (
                 f"Parameters got a gradient that the first backward did not use: {names}. `static_graph=True` promises "
                 "that the graph never changes; use `find_unused_parameters=True` instead."
@@ -787,32 +718,17 @@ class Reducer:
         """
         if self.detached:
             raise RuntimeError("The reducer has been detached.")
-        sizes = [bucket.layout.nbytes for bucket in self._buckets]
-        indices = [list(bucket.layout.indices) for bucket in self._buckets]
-        first, cap = self._limits()
-        facts: dict[str, object] = {
+        layouts = [bucket.layout for bucket in self._buckets] if self._planned is None else self._planned
+        return {
             "world_size": self.world_size,
             "rank": comm.rank(self.group),
             "iteration": self.passes,
             "backend": self._engine.backend,
             "comm_backend": comm.backend_name(self.group),
-            "bucket_cap_bytes": cap,
-            "first_bucket_bytes": first,
-            "bucket_sizes": sizes,
-            "bucket_param_indices": indices,
-            "num_parameter_tensors": len(self.params),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in self.params),
-            "gradient_as_bucket_view": self.config.gradient_as_bucket_view,
-            "find_unused_parameters": self.config.find_unused_parameters,
-            "static_graph": self.config.static_graph,
-            "broadcast_buffers": self.config.broadcast_buffers,
-            "has_rebuilt_buckets": self._rebuilt,
+            **bucket_facts(
+                self.config, self._limits(), layouts, self.params, self._learning.order if self._learning.done else None
+            ),
         }
-        if self._rebuilt:
-            facts["rebuilt_bucket_sizes"] = sizes
-            facts["rebuilt_per_bucket_param_indices"] = indices
-            facts["prev_iteration_grad_ready_order_indices"] = list(self._ready_order)
-        return facts
 
     def detach(self) -> None:
         """Undo everything: remove hooks, free buckets and groups. Gradients stay, in memory of their own."""
@@ -825,7 +741,7 @@ class Reducer:
                 if param.grad is view:
                     param.grad = view.clone()
         self._engine.close()
-        self._forget_thawed()
+        self._trainable.close()
         self._buckets.clear()
         self._bucket_streams.clear()
         self._streams.clear()
@@ -861,17 +777,3 @@ def _is_same(result: Tensor, buffer: Tensor) -> bool:
 
 def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
-
-
-def _check_parameters(module: nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if param.is_meta:
-            raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialise it first.")
-        if _compat.is_uninitialized(param):
-            raise ValueError(
-                f"Parameter {name!r} of a lazy module has no shape yet: run one forward with example data first."
-            )
-        if _compat.overlaps_itself(param):
-            raise ValueError(
-                f"Elements of parameter {name!r} share memory (it was expanded), so it cannot be written: clone it."
-            )

@@ -70,7 +70,7 @@ class AveragingStrategy(UnevenStrategy):
         if self._averaging is not None:
             assert self._reducer is not None
             self._reducer.sync = self._averaging.syncs_gradients()
-            self._reducer.keeps_buffers = not self._averaging.broadcasts_buffers()
+            self._reducer.buffers.each_keeps_its_own = not self._averaging.broadcasts_buffers()
             self._reducer.skip_step = False  # nobody says so while gradients are not exchanged
 
     def _average_after_step(self) -> None:

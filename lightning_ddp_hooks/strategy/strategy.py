@@ -369,7 +369,7 @@ class DDPHooksStrategy(AveragingStrategy):
         passes, self._passes_in_backward = reducer.passes, 0
         output = super().training_step(*args, **kwargs)
         if tail is not None:
-            reducer.refresh_buffers(tail.first)
+            reducer.buffers.refresh(tail.first)
         if not module.automatic_optimization:
             reducer.settle()
             self._step_ended()

@@ -160,6 +160,9 @@ void Engine::gradient_ready(size_t index) {
   }
   if (hold) {
     order_.push_back(static_cast<int64_t>(index));
+    if (views_) {
+      adopt(param);
+    }
     return;
   }
   if (param.eager) {
@@ -218,6 +221,19 @@ void Engine::launch_full() {
 Engine::Bucket& Engine::bucket_at(size_t index) {
   TORCH_CHECK_INDEX(index < buckets_.size(), "Expected a bucket below ", buckets_.size(), ", got ", index, ".");
   return buckets_[index];
+}
+
+// Moves a gradient into its bucket as it is: it may still grow there, and does not lie in memory twice.
+void Engine::adopt(Param& param) {
+  const at::NoGradGuard no_grad;
+  auto& gradient = param.tensor.mutable_grad();
+  if (!param.view.defined() || !gradient.defined() || gradient.is_same(param.view)) {
+    return;
+  }
+  if (gradient.layout() == at::kStrided && gradient.scalar_type() == param.view.scalar_type()) {
+    copy_into(param.view, gradient);
+    gradient = param.view;
+  }
 }
 
 void Engine::copy_in(Param& param) {

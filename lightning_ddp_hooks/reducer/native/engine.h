@@ -96,6 +96,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   void give_up_broken();
   void came_again(size_t index);
   void launch_full();
+  void adopt(Param& param);
   void copy_in(Param& param);
   void fill_deferred(Bucket& bucket);
   Bucket& bucket_at(size_t index);

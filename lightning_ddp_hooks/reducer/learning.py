@@ -1,0 +1,87 @@
+"""What recorded backwards show of a model: in which order gradients come, together with which others, how often.
+
+Pure: it is fed all ranks' reports, and so comes to the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from lightning_ddp_hooks.reducer.agreement import Report
+
+# Where parameters may be left out, so many backwards are waited for one that uses them all.
+MAX_RECORDINGS = 16
+
+
+class Learning:
+    """Gathers reports until the buckets can be laid out in the order of the backward.
+
+    Args:
+        count: the number of watched parameters.
+        static_graph: one backward shows everything.
+        may_miss: whether a parameter may stay without a gradient.
+
+    Attributes:
+        order: the parameters in the order in which they became ready; those that only later ranks or backwards used
+            come behind.
+        expected: how often each parameter's gradient comes in one backward.
+        dropped: parameters that a static graph does not use.
+        done: whether it has concluded.
+    """
+
+    def __init__(self, count: int, *, static_graph: bool, may_miss: bool) -> None:
+        self._count = count
+        self._static_graph = static_graph
+        self._may_miss = may_miss
+        self._recordings = 0
+        self._used_in: dict[int, frozenset[int]] = {}
+        self.order: list[int] = []
+        self.expected = [1] * count
+        self.dropped: frozenset[int] = frozenset()
+        self.done = False
+
+    def note(self, reports: Sequence[Report]) -> None:
+        """Take the first rank's order, and behind it what only other ranks used."""
+        for report in reports:
+            for index in report.order:
+                if index not in self._used_in:
+                    self._used_in[index] = frozenset()
+                    self.order.append(index)
+                self._used_in[index] |= {self._recordings}
+        # What came twice on one rank may come twice here in another backward.
+        counts = [report.fired for report in reports if report.fired]
+        self.expected = [max(column) for column in zip(self.expected, *counts, strict=True)]
+
+    def conclude(self, own_fired: Sequence[int]) -> bool:
+        """End a recorded backward; return whether enough has been seen.
+
+        Args:
+            own_fired: how often each parameter's gradient came on this rank.
+        """
+        self._recordings += 1
+        never = self._never_used()
+        if self._static_graph:
+            self.dropped = frozenset(never)
+            self.expected = list(own_fired) if any(own_fired) else self.expected  # an absent rank learns from others
+        elif never and not (self._may_miss and self._recordings >= MAX_RECORDINGS):
+            return False
+        self.done = True
+        return True
+
+    def layout_order(self, outside: Sequence[int]) -> list[int]:
+        """Return all parameters that are to have a place in a bucket, first ready first.
+
+        Args:
+            outside: those that have none, besides `dropped`.
+        """
+        left_out = {*outside, *self.dropped}
+        return [index for index in [*self.order, *self._never_used()] if index not in left_out]
+
+    def keys(self, keys: Sequence[Hashable]) -> list[Hashable]:
+        """Refine keys so that only parameters used in the same backwards share a bucket: it is sent whole or not."""
+        if not self._may_miss:
+            return list(keys)
+        return [(key, self._used_in.get(index, frozenset())) for index, key in enumerate(keys)]
+
+    def _never_used(self) -> list[int]:
+        return [index for index in range(self._count) if index not in self._used_in]
