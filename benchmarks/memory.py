@@ -9,7 +9,8 @@ the last backward all storages are counted:
     buckets     what the hook was given
     together    both, each storage once: with views, gradients and buckets are the same bytes
 
-Figures are in MiB, those of the rank whose peak is highest. Peaks hold libraries too and their growth the model and its
+Figures are in MiB, those of the rank whose peak is highest, in the run whose peak is the median: the allocator's mood
+moves a peak by 20 MiB from run to run. Peaks hold libraries too and their growth the model and its
 activations: compare them down a column. All processes import the package, so that none has its libraries ahead of the
 others. What a reducer hides from both ``.grad`` and hook shows in the peak alone.
 """
@@ -37,6 +38,7 @@ from _harness import (
     format_table,
     make_parser,
     parse,
+    positive_int,
     run_ranks,
     why_unavailable,
     wrap_options,
@@ -164,19 +166,26 @@ def _row(variant: str, footprint: Footprint, reference: Footprint) -> list[str]:
 
 def main() -> int:
     """Weigh and print one model after the other."""
-    args = parse(make_parser(__doc__, [v for v in VARIANTS if v not in CONTROLS]))
+    parser = make_parser(__doc__, [v for v in VARIANTS if v not in CONTROLS])
+    parser.add_argument("--repeats", type=positive_int, default=3,
+                        help="fresh worlds for each variant; the median peak counts (default: 3)")  # fmt: skip
+    args = parse(parser)
     print(f"{describe_run(args)}\nMiB after {STEPS} steps\n", flush=True)
     for model_name in args.models:
         footprints: dict[str, Footprint] = {}
         skipped: dict[str, str] = {}
         for variant in dict.fromkeys([DDP_DEFAULT, *args.variants]):
-            results = run_ranks(
-                weigh, model_name, variant, wrap_options(args), world_size=args.world_size, device=args.device
-            )
-            if isinstance(results[0], str):
-                skipped[variant] = results[0]
-            else:
-                footprints[variant] = max(results, key=lambda footprint: footprint.peak)
+            peaks: list[Footprint] = []
+            for _ in range(args.repeats):
+                results = run_ranks(
+                    weigh, model_name, variant, wrap_options(args), world_size=args.world_size, device=args.device
+                )
+                if isinstance(results[0], str):
+                    skipped[variant] = results[0]
+                    break
+                peaks.append(max(results, key=lambda footprint: footprint.peak))
+            if peaks:
+                footprints[variant] = sorted(peaks, key=lambda footprint: footprint.peak)[len(peaks) // 2]
         rows = [_row(variant, footprint, footprints[DDP_DEFAULT]) for variant, footprint in footprints.items()]
         print(format_table([model_name, *HEADER], rows, args.output), end="\n\n")
         for variant, reason in skipped.items():

@@ -75,6 +75,14 @@ def test_the_rule_is_torchs(shapes: list[tuple[int, torch.dtype, bool]], first: 
     assert ours_unlimited == dist._compute_bucket_assignment_by_size(params, [sys.maxsize], [False] * len(params))[0]
 
 
+def test_a_model_of_less_than_two_first_buckets_has_one_bucket() -> None:
+    params = three_layers()  # of about 1 MiB each
+    assert len(rebuilt_layout(params, range(6), [MIB, 25 * MIB])) == 2
+    assert len(rebuilt_layout(params, range(3), [MIB, 25 * MIB])) == 2
+    assert len(rebuilt_layout(params[1:], range(3), [MIB, 25 * MIB])) == 1
+    assert len(rebuilt_layout(params[1:], range(3), [MIB, MIB // 4])) > 1
+
+
 @pytest.mark.parametrize(
     "param",
     [

@@ -74,7 +74,7 @@ def _compare(name: str, dtype: torch.dtype, accumulate: int, views: bool, hook: 
         return with_hook(nn.parallel.DistributedDataParallel(module, **limits))  # type: ignore[arg-type]
 
     def ours(module: nn.Module) -> Any:
-        return with_hook(ldh.DataParallel(module, **limits))  # type: ignore[arg-type]
+        return with_hook(ldh.DataParallel(module, first_bucket_mb=0.002, **limits))  # type: ignore[arg-type]
 
     wanted = _train(theirs, copy.deepcopy(net), dtype, accumulate)
     found = _train(ours, net, dtype, accumulate)
@@ -112,7 +112,13 @@ def _compare_zeroing(zeroing: str, views: bool) -> bool:
         2,
         zeroing,
     )
-    found = _train(lambda module: ldh.DataParallel(module, **limits), ours, torch.float32, 2, zeroing)  # type: ignore[arg-type]
+    found = _train(
+        lambda module: ldh.DataParallel(module, first_bucket_mb=0.002, **limits),  # type: ignore[arg-type]
+        ours,
+        torch.float32,
+        2,
+        zeroing,
+    )
     return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 

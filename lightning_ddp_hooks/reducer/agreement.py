@@ -167,6 +167,21 @@ def _missing_text(
     return text + "Pass `find_unused_parameters=True` if ranks may use different parameters."
 
 
+def steps_differ_text(ended: Sequence[bool]) -> str:
+    """Say what is wrong when some ranks have ended their step and others are in a backward of it.
+
+    Args:
+        ended: for each rank, whether it has ended its step.
+    """
+    done = [rank for rank, flag in enumerate(ended) if flag]
+    busy = [rank for rank, flag in enumerate(ended) if not flag]
+    return (
+        f"The ranks ran different numbers of backwards in one training step: {ranks_text(done)} ended the step while "
+        f"{ranks_text(busy)} ran a further backward. In manual optimisation every rank must run the same backwards; a "
+        "rank that has nothing to learn from can run one on a loss multiplied by zero."
+    )
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Name some ranks in a message."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -20,13 +20,18 @@ class Bucket:
         layout: who lies where.
         params: all parameters of the reducer; the layout's slots point into it.
         tail: whether to add the tail.
+        memory: where the buffer and its tail are to lie; None to allocate.
     """
 
-    def __init__(self, layout: BucketLayout, params: Sequence[Tensor], *, tail: bool = False) -> None:
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[Tensor], *, tail: bool = False, memory: Tensor | None = None
+    ) -> None:
         self.layout = layout
-        self.wire = torch.zeros(layout.numel + int(tail), dtype=layout.dtype, device=layout.device)
+        if memory is None:
+            memory = torch.zeros(layout.numel + int(tail), dtype=layout.dtype, device=layout.device)
+        self.wire = memory
         self.buffer = self.wire[: layout.numel]
-        self.tail = self.wire[layout.numel :] if tail else None
+        self.tail = self.wire[layout.numel :].zero_() if tail else None
         self.views = [_gradient_view(self.buffer, slot.offset, params[slot.index]) for slot in layout.slots]
         self.params = [params[slot.index] for slot in layout.slots]
 
@@ -39,9 +44,9 @@ def _gradient_view(buffer: Tensor, offset: int, param: Tensor) -> Tensor:
     """
     stride = param.stride() if _covers_its_memory(param) else torch.empty(param.shape, device="meta").stride()
     if param.is_complex():
-        offset //= 2
+        pairs = torch.view_as_complex(buffer.view(-1, 2))
         view = torch.empty(0, dtype=param.dtype, device=buffer.device)
-        return view.set_(torch.view_as_complex(buffer.view(-1, 2)).untyped_storage(), offset, param.shape, stride)
+        return view.set_(pairs.untyped_storage(), pairs.storage_offset() + offset // 2, param.shape, stride)
     view = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
     return view.set_(buffer.untyped_storage(), buffer.storage_offset() + offset, param.shape, stride)
 

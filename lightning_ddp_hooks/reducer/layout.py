@@ -157,6 +157,9 @@ def rebuilt_layout(
 ) -> list[BucketLayout]:
     """Lay out buckets in the order in which gradients became ready.
 
+    What is less than two first buckets in all becomes one: with so little to send, a further collective costs more than
+    the overlap that it allows.
+
     Args:
         params: the reducer's parameters.
         order: their positions, first ready first.
@@ -167,6 +170,8 @@ def rebuilt_layout(
         The buckets in order of completion: one whose last gradient comes earlier is reduced earlier.
     """
     keys = None if groups is None else [groups[index] for index in order]
+    if sum(params[index].numel() * params[index].element_size() for index in order) < 2 * min(limits):
+        limits = [UNLIMITED]
     buckets = assign_buckets([params[index] for index in order], limits, groups=keys)
     buckets.sort(key=lambda positions: positions[-1])
     return [BucketLayout.build([order[position] for position in positions], params) for positions in buckets]

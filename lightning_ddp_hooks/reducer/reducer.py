@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge
+from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge, steps_differ_text
+from lightning_ddp_hooks.reducer.arena import Arena
 from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.buffers import Buffers
@@ -79,6 +80,8 @@ class Reducer:
         process_group: the ranks; None for all.
         policy: what a missing gradient means; by default an error, or allowed with ``find_unused_parameters``.
         skip_missing_loss: whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
+        ends_steps: whether `end_step` is called after each training step, so that ranks notice if one runs fewer
+            backwards than others.
         timeout: of the reducer's own groups; None for that of ``process_group``.
         agree_on: further settings that must be the same on all ranks, by name.
 
@@ -98,6 +101,7 @@ class Reducer:
         process_group: comm.ProcessGroup | None = None,
         policy: UnusedPolicy | None = None,
         skip_missing_loss: Literal["zeros", "all"] = "zeros",
+        ends_steps: bool = False,
         timeout: timedelta | None = None,
         agree_on: Mapping[str, object] | None = None,
     ) -> None:
@@ -108,6 +112,7 @@ class Reducer:
         self.timeout = timeout
         self._module = module
         self._skip_missing_loss = skip_missing_loss
+        self._ends_steps = ends_steps
         self._policy = policy or (
             UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN
         )
@@ -156,6 +161,7 @@ class Reducer:
         self._custom_comm = False
         self._sparse_ids = expects_sparse_gradient(module)
         self._streams: dict[torch.device, CommStream] = {}
+        self._arena = Arena()
         self._buckets: list[Bucket] = []
         self._engine: Engine
         self._forwards = 0
@@ -234,11 +240,11 @@ class Reducer:
             for param, view in zip(bucket.params, bucket.views, strict=True)
             if param.grad is view
         ]
-        if not moved:  # the old buckets go before the new ones come
-            self._buckets = []
-            self._engine.set_layout([], [], expected)
-        last = len(layouts) - 1
-        self._buckets = [Bucket(layout, params, tail=n == last) for n, layout in enumerate(layouts)]
+        self._engine.set_layout([], [], expected)
+        self._buckets = []
+        if moved:
+            self._arena.forget()
+        self._buckets = self._arena.place(layouts, params)
         self._bucket_names = [tuple(self.names[i] for i in bucket.layout.indices) for bucket in self._buckets]
         self._bucket_streams = [self._stream(bucket.layout.device) for bucket in self._buckets]
         if moved:
@@ -335,6 +341,17 @@ class Reducer:
             self._abandon()
         elif engine.active:
             self._finish()
+
+    def end_step(self) -> None:
+        """End a training step whose backwards the user ran; a collective call, where `ends_steps` was set.
+
+        Raises:
+            RuntimeError: other ranks are in a further backward of theirs.
+        """
+        self.settle()
+        if self._engine.sync and self.params:
+            flags = 0 if self._engine.hold else len(self.params) + 2
+            self._meet(bytearray(flags), at_end_of_step=True)
 
     @contextmanager
     def shadowing(self, shadowing: bool = True) -> Iterator[None]:
@@ -478,6 +495,8 @@ class Reducer:
             sent = range(engine.launched)
             self._in_flight = [_InFlight(index, self._buckets[index], _EngineSum(engine, index)) for index in sent]
         if engine.hold:
+            if self._ends_steps:
+                self._meet(bytearray())
             verdict = self._exchange()
             self._launch_rest(verdict.unused)
             self._collect()
@@ -582,13 +601,21 @@ class Reducer:
         used, present = bytearray(self._engine.used()), not self._absent()
         used.append(min(255, self._oddities + len(self._engine.late()) + (present and not any(used))))
         used.append(present)
-        flags = torch.frombuffer(used, dtype=torch.uint8).to(torch.int32)
-        comm.all_reduce(flags, self.control_group).wait()
+        flags = self._meet(used)
         counts, oddities, ranks = flags[:-2], flags[-2], flags[-1]
         differ = bool(((counts > 0) & (counts < ranks)).any())
         if bool(oddities) or (differ and self._policy is UnusedPolicy.ALIKE):
             return self._exchange()
         return Verdict(unused=frozenset((counts == 0).nonzero().flatten().tolist()))
+
+    def _meet(self, flags: bytearray, *, at_end_of_step: bool = False) -> Tensor:
+        """Sum flags over the ranks; find out if some are in a backward while others have ended their step."""
+        flags.append(at_end_of_step)
+        counts = torch.frombuffer(flags, dtype=torch.uint8).to(torch.int32)
+        comm.all_reduce(counts, self.control_group).wait()
+        if 0 < int(counts[-1]) < self.world_size:
+            raise RuntimeError(steps_differ_text(comm.all_gather_object(at_end_of_step, self.control_group)))
+        return counts[:-1]
 
     def _launch_rest(self, unused: frozenset[int]) -> None:
         engine = self._engine
@@ -743,6 +770,7 @@ class Reducer:
         self._engine.close()
         self._trainable.close()
         self._buckets.clear()
+        self._arena.forget()
         self._bucket_streams.clear()
         self._streams.clear()
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.

@@ -253,6 +253,7 @@ class DDPHooksStrategy(AveragingStrategy):
             self._config,
             policy=policy,
             skip_missing_loss=self._skip_missing_loss,
+            ends_steps=not module.automatic_optimization,
             timeout=self._timeout,
             agree_on={"comm_hook": declaration_text(self._hook), "averager": declaration_text(self._averager)},
         )
@@ -371,7 +372,7 @@ class DDPHooksStrategy(AveragingStrategy):
         if tail is not None:
             reducer.buffers.refresh(tail.first)
         if not module.automatic_optimization:
-            reducer.settle()
+            reducer.end_step()
             self._step_ended()
             weighs = self._weights is not None or self._uneven is not None
             if weighs and reducer.passes - passes != self._passes_in_backward:

@@ -507,6 +507,42 @@ def test_manual_backwards_that_differ_over_ranks_raise_on_every_rank() -> None:
         assert "find_unused_parameters=True" in message
 
 
+class FewerBackwards(Untoggled):
+    """One rank runs one backward less than the other, from a given step on."""
+
+    first, backwards = 0, 2
+
+    def training_step(self, batch, batch_idx):
+        odd_one_out = rank() == 1 and batch_idx >= self.first
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        for _ in range(self.backwards - odd_one_out):
+            self.manual_backward(sum(self._generator(batch[0])))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class NoBackward(FewerBackwards):
+    backwards = 1
+
+
+class FewerBackwardsLater(FewerBackwards):
+    first = 2
+
+
+class NoBackwardLater(FewerBackwards):
+    first, backwards = 2, 1
+
+
+@pytest.mark.parametrize("module_class", [FewerBackwards, NoBackward, FewerBackwardsLater, NoBackwardLater])
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"comm_hook": "fp16"}])
+def test_a_rank_with_fewer_manual_backwards_raises_on_every_rank(
+    module_class: type[FewerBackwards], settings: dict[str, Any]
+) -> None:
+    for message in run_ranks(message_of_failed_fit, module_class, settings):
+        assert "rank 1 ended the step while rank 0 ran a further backward" in message
+
+
 # ---------------------------------------------------------------------- hooks
 
 

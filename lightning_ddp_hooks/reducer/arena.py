@@ -1,0 +1,69 @@
+"""The memory that buckets lie in: one block for each dtype and device, which stays when the layout changes.
+
+    first backward    [ one bucket of everything                          | room ]
+    from then on      [ bucket 0 | bucket 1          | bucket 2    | tail | room ]
+
+So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks.reducer.bucket import Bucket
+from lightning_ddp_hooks.reducer.layout import BucketLayout
+
+# Buckets begin at multiples of this many bytes: what vector instructions and NCCL like best.
+ALIGNMENT = 128
+# For the gaps between the buckets of a later layout, in bytes.
+ROOM = 64 * ALIGNMENT
+
+_Key = tuple[torch.dtype, torch.device]
+
+
+class Arena:
+    """Lays buckets into memory, and keeps the memory for the next layout."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[_Key, Tensor] = {}
+
+    def place(self, layouts: Sequence[BucketLayout], params: Sequence[Tensor]) -> list[Bucket]:
+        """Make the buckets; the last one has a tail. What lay in the memory before is overwritten sooner or later.
+
+        Args:
+            layouts: in order of reduction.
+            params: all parameters of the reducer.
+        """
+        offsets, ends = _offsets(layouts)
+        for key in [key for key in self._blocks if key not in ends or len(self._blocks[key]) < ends[key]]:
+            del self._blocks[key]
+        buckets = []
+        for number, (layout, offset) in enumerate(zip(layouts, offsets, strict=True)):
+            key = (layout.dtype, layout.device)
+            if key not in self._blocks:
+                room = ROOM // layout.dtype.itemsize
+                self._blocks[key] = torch.zeros(ends[key] + room, dtype=layout.dtype, device=layout.device)
+            tail = number == len(layouts) - 1
+            memory = self._blocks[key][offset : offset + layout.numel + tail]
+            buckets.append(Bucket(layout, params, tail=tail, memory=memory))
+        return buckets
+
+    def forget(self) -> None:
+        """Leave the memory to those gradients that still lie in it."""
+        self._blocks.clear()
+
+
+def _offsets(layouts: Sequence[BucketLayout]) -> tuple[list[int], dict[_Key, int]]:
+    """Return each bucket's offset in its block, and each block's length, in elements."""
+    offsets: list[int] = []
+    ends: dict[_Key, int] = {}
+    for number, layout in enumerate(layouts):
+        key = (layout.dtype, layout.device)
+        unit = ALIGNMENT // layout.dtype.itemsize
+        begin = -(-ends.get(key, 0) // unit) * unit
+        offsets.append(begin)
+        ends[key] = begin + layout.numel + (number == len(layouts) - 1)
+    return offsets, ends
