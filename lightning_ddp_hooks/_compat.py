@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -270,3 +270,65 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
 def overlaps_itself(tensor: Tensor) -> bool:
     """Tell whether several elements of the tensor share memory, as in an expanded one."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the ``step`` of an optimizer's class without the wrapper that fires step hooks."""
+    step: Callable[..., Any] = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def may_replace_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``step`` is that of the class, or wrapped only by a scheduler of learning rates."""
+    own = vars(optimizer).get("step")
+    return own is None or hasattr(own, "_wrapped_by_lr_sched")
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+    """Put ``step(optimizer, closure)`` in the place of an optimizer's, with its step hooks; return what undoes it.
+
+    A scheduler of learning rates warns unless the ``step`` it finds is one that tells of having been called.
+    """
+
+    def marked(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # type: ignore[attr-defined]
+        return step(self, *args, **kwargs)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(marked)
+    hooked._wrapped_by_lr_sched = True
+    before = vars(optimizer).get("step")
+    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if before is None:
+            vars(optimizer).pop("step", None)
+        else:
+            optimizer.step = before  # type: ignore[method-assign]
+
+    return undo
+
+
+def logging_step(trainer: Any) -> int:
+    """Return the number that Lightning's loggers give to the training step that is being ended."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+@contextmanager
+def simulated_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a world whose collectives are done at once and move nothing: what is computed around them stays.
+
+    For measurements. torch keeps this backend among its testing tools.
+
+    Raises:
+        RuntimeError: there is a process group already.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("A process group is initialized already: simulate a world in a process of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks._compat import TorchGradBucket as TorchGradBucket
+from lightning_ddp_hooks.traffic import Collective, Tally, Traffic, sent_by_rank
 
 ProcessGroup = dist.ProcessGroup
 DEFAULT_TIMEOUT: timedelta = dist.default_pg_timeout
@@ -21,6 +24,33 @@ Work = dist.Work
 def is_initialized() -> bool:
     """Tell whether the default process group exists."""
     return bool(dist.is_available() and dist.is_initialized())
+
+
+def backends() -> dict[str, bool]:
+    """Return for each backend that torch knows whether it is there."""
+    available = bool(dist.is_available())
+    return {
+        "gloo": available and dist.is_gloo_available(),
+        "nccl": available and dist.is_nccl_available(),
+        "mpi": available and dist.is_mpi_available(),
+    }
+
+
+def join_world(device: torch.device) -> None:
+    """Make the default group of the ranks that torchrun has started: gloo, or NCCL on a GPU.
+
+    Raises:
+        ValueError: this process was not started by torchrun.
+    """
+    if not dist.is_torchelastic_launched():
+        raise ValueError("This process has no other ranks: start one on each host with torchrun.")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def leave_world() -> None:
+    """Destroy the default group, after all ranks have come this far."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
@@ -160,8 +190,71 @@ def destroy_group(group: ProcessGroup) -> None:
         _idle_parts.append((key, group))
 
 
+# ---------------------------------------------------------------------- what is sent
+
+_traffic: Traffic | None = None  # nobody counts by default
+
+
+def count_traffic(traffic: Traffic | None) -> None:
+    """Have what this rank sends counted, or (None) not any more.
+
+    Raises:
+        RuntimeError: somebody else counts already.
+    """
+    global _traffic
+    if traffic is not None and _traffic is not None and _traffic is not traffic:
+        raise RuntimeError("What this rank sends is being counted already, by another monitor.")
+    _traffic = traffic
+
+
+def current_tally() -> Tally | None:
+    """Return the tally that is added to now; None while nobody counts."""
+    return None if _traffic is None else _traffic.current
+
+
+def counted_in(tally: Tally | None) -> AbstractContextManager[None]:
+    """Have what is sent under this context added to ``tally``; None leaves things as they are."""
+    return _NOT_COUNTED if _traffic is None or tally is None else _counting(_traffic, tally)
+
+
+def counted_as(purpose: str) -> AbstractContextManager[None]:
+    """Have what is sent under this context, and not for a bucket, counted under a name."""
+    return _NOT_COUNTED if _traffic is None else _counting(_traffic, _traffic.tally(purpose))
+
+
+_NOT_COUNTED: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _counting(traffic: Traffic, tally: Tally) -> Iterator[None]:
+    before, traffic.current = traffic.current, tally
+    try:
+        yield
+    finally:
+        traffic.current = before
+
+
+def _count(collective: Collective, nbytes: int, group: ProcessGroup, root: int = 0) -> None:
+    if _traffic is not None:
+        tree = collective != "broadcast" or backend_name(group) == "gloo"
+        size, place = group.size(), group.rank()
+        _traffic.note(collective, nbytes, size)
+        _traffic.current.sent += sent_by_rank(collective, nbytes, size, rank=place, root=root, tree=tree)
+
+
+def _count_object(collective: Collective, value: Any, group: ProcessGroup, root: int = 0) -> None:
+    """Count an exchange of pickles: first their sizes, 8 bytes each; the longest one's padding is not known here."""
+    if _traffic is not None:
+        _count("broadcast" if collective == "broadcast" else "all_gather", 8, group, root)
+        _count(collective, len(pickle.dumps(value)), group, root)
+
+
+# ---------------------------------------------------------------------- collectives
+
+
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
     """Start summing ``tensor`` over the group in place."""
+    _count("all_reduce", tensor.nbytes, group)
     work: Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work
@@ -169,12 +262,14 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
     """Do what `all_reduce` does, past the checks and logs that cost more than a few numbers on a CPU group."""
+    _count("all_reduce", tensor.nbytes, group)
     work: Work = group.allreduce([tensor])
     return work
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
     """Start sending ``tensor`` from the group's rank ``src`` to all others, in place."""
+    _count("broadcast", tensor.nbytes, group, src)
     work: Work | None = dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True)
     assert work is not None
     return work
@@ -182,6 +277,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
 
 def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
     """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one of each."""
+    _count("all_to_all", tensor.nbytes, group)
     work: Work | None = dist.all_to_all_single(output, tensor, group=group, async_op=True)
     assert work is not None
     return work
@@ -189,6 +285,7 @@ def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Wor
 
 def start_all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
     """Start gathering every rank's ``tensor`` into ``output``, one behind the other in rank order."""
+    _count("all_gather", tensor.nbytes, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns now
     # Flat, since gloo takes an output of another number of dimensions for one of another size.
     work: Work | None = gather(output.view(-1), tensor.view(-1), group=group, async_op=True)
@@ -198,6 +295,7 @@ def start_all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Wor
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Return every rank's tensor (same shape on all), in rank order; blocks."""
+    _count("all_gather", tensor.nbytes, group)
     gathered = [torch.empty_like(tensor) for _ in range(world_size(group))]
     dist.all_gather(gathered, tensor, group=group)
     return gathered
@@ -205,6 +303,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value`` in rank order; for rare exchanges on a CPU group."""
+    _count_object("all_gather", value, group)
     gathered: list[Any] = [None] * world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -212,6 +311,7 @@ def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
 
 def gather_object(value: Any, group: ProcessGroup) -> list[Any] | None:
     """Return every rank's picklable ``value`` in rank order on the group's first rank, None elsewhere; a CPU group."""
+    _count_object("gather", value, group)
     first = rank(group) == 0
     gathered: list[Any] | None = [None] * world_size(group) if first else None
     dist.gather_object(value, gathered, dst=global_ranks(group)[0], group=group)
@@ -222,11 +322,13 @@ def broadcast_object(value: Any, group: ProcessGroup, src: int) -> Any:
     """Return the picklable ``value`` of the group's rank ``src`` on all ranks; for rare exchanges on a CPU group."""
     box = [value]
     dist.broadcast_object_list(box, src=global_ranks(group)[src], group=group)
+    _count_object("broadcast", box[0], group, src)
     return box[0]
 
 
 def reduce_in_place(tensor: Tensor, op: Literal["sum", "max", "min", "product"], group: ProcessGroup) -> Tensor:
     """Reduce ``tensor`` over the group in place, and return it; blocks."""
+    _count("all_reduce", tensor.nbytes, group)
     dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=group)
     return tensor
 

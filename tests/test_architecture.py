@@ -13,18 +13,20 @@ PACKAGE = Path(lightning_ddp_hooks.__file__).parent
 # From the top down; a module imports only from its own layer or from layers below it.
 LAYERS = [
     ["__init__", "__main__"],
+    ["cli"],
     ["strategy", "fabric", "callbacks"],
     ["data_parallel", "checkpoint"],
-    ["join"],
     ["optim"],
+    ["join"],
     ["averaging"],
     ["hooks"],
     ["reducer"],
     ["monitor"],
     ["comm"],
+    ["traffic"],
     ["_compat"],
 ]
-MAY_IMPORT_LIGHTNING = {"__init__", "__main__", "strategy", "fabric", "callbacks", "checkpoint", "_compat"}
+MAY_IMPORT_LIGHTNING = {"__init__", "__main__", "cli", "strategy", "fabric", "callbacks", "checkpoint", "_compat"}
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}
 
 

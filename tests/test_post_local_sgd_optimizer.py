@@ -9,6 +9,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
+from lightning_ddp_hooks.join import Join
 from lightning_ddp_hooks.optim import PostLocalSGDOptimizer
 
 pytestmark = pytest.mark.ranks
@@ -108,3 +109,60 @@ def grow():
 
 def test_added_parameters_are_averaged():
     assert run_ranks(grow) == [[0.5, 0.5]] * 2
+
+
+COUNTS = [(7, 5, 2), (2, 5, 7), (0, 4, 2)]
+
+
+def make_double():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
+
+
+def double_loss(model, rank, step):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+    return (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
+
+
+def train_uneven(counts, averager, momentum):
+    model, rank = make_double(), comm.rank()
+    local = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    optimizer = PostLocalSGDOptimizer(local, averager)
+    with Join([optimizer]):
+        for step in range(counts[rank]):
+            double_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.averager.step == max(counts)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train_uneven_all(momentum):
+    return [train_uneven(counts, PeriodicModelAverager(period=2, warmup_steps=1), momentum) for counts in COUNTS]
+
+
+def reference_uneven(counts, momentum):
+    replicas = [make_double() for _ in counts]
+    optimizers = [torch.optim.SGD(replica.parameters(), lr=0.05, momentum=momentum) for replica in replicas]
+    for step in range(max(counts)):
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            if step < counts[rank]:
+                optimizer.zero_grad()
+                double_loss(replica, rank, step).backward()
+                optimizer.step()
+        if step >= 1 and (step - 1) % 2 == 0:
+            with torch.no_grad():
+                for params in zip(*(replica.parameters() for replica in replicas), strict=True):
+                    mean = torch.stack(params).mean(0)
+                    for param in params:
+                        param.copy_(mean)
+    return [list(replica.parameters()) for replica in replicas]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_in_a_join_context_a_rank_without_data_goes_on_averaging(momentum):
+    found = run_ranks(train_uneven_all, momentum, world_size=3)
+    for case_number, counts in enumerate(COUNTS):
+        for rank, wanted in enumerate(reference_uneven(counts, momentum)):
+            for a, b in zip(found[rank][case_number], wanted, strict=True):
+                torch.testing.assert_close(a, b.detach(), rtol=1e-13, atol=1e-14)

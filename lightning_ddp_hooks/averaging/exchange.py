@@ -119,7 +119,7 @@ class DeltaExchange:
                 float(self._world_size),
             )
             # The deltas are computed on the compute stream, before training changes the parameters.
-            with record_function("ldh::outer_send"), stream.after_compute():
+            with record_function("ldh::outer_send"), comm.counted_as("averaging"), stream.after_compute():
                 delta.flights.append(_Flight(bucket, self._comm.launch(view, bucket), stream))
             delta.positions.append(positions)
         return delta

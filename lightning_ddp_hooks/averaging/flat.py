@@ -89,7 +89,7 @@ class FlatMean:
         """
         targets = self._tensors if into is None else list(into)
         flying: deque[_Flight] = deque()
-        with record_function("ldh::average"):
+        with record_function("ldh::average"), comm.counted_as("averaging"):
             for chunk in self._chunks:
                 if len(flying) == _IN_FLIGHT:
                     self._land(flying.popleft(), targets, group)

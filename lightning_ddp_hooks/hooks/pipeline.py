@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,10 @@ class HookComm:
         groups: made for the hook, to be freed with it.
     """
 
-    carries_tail = False
-
     def __init__(self, hook: BoundHook, *, eager: bool, groups: Sequence[comm.ProcessGroup] = ()) -> None:
         self.hook = hook
         self.divides = hook.takes_divided
+        self.carries_tail = hook.carries_tail
         self._eager = eager
         self._groups = groups
         self._tasks: list[_Task] = []
@@ -43,6 +42,8 @@ class HookComm:
             self._tasks = []  # of an earlier backward, which may have been broken off
         if self.divides:
             bucket.divisor = 1.0
+        if self.carries_tail:
+            self.hook.take_wire(bucket.index(), storage.wire)
         task = _Task(self, bucket)
         self._tasks.append(task)
         self.advance()
@@ -78,7 +79,15 @@ class HookComm:
 
 
 class _Task:
-    """One bucket on its way through the phases of the hook."""
+    """One bucket on its way through the phases of the hook.
+
+    Attributes:
+        index: of the bucket.
+        phase: the number of the collective that is on its way.
+        finished: whether it has been reduced.
+        on_collective: told of each collective that is issued from now on, if not None.
+        on_finished: told when it has been reduced, if not None.
+    """
 
     def __init__(self, owner: HookComm, bucket: GradBucket) -> None:
         self._owner = owner
@@ -89,6 +98,15 @@ class _Task:
         self._result: Tensor | None = None
         self.phase = -1
         self.finished = False
+        self.on_collective: Callable[[Waitable], None] | None = None
+        self.on_finished: Callable[[], None] | None = None
+        # Later phases are issued while other buckets are at work, but count for what this one was launched for.
+        self._tally = comm.current_tally()
+
+    @property
+    def collective(self) -> Waitable | None:
+        """What is on its way."""
+        return self._current
 
     def may_go_on(self, before: _Task | None) -> bool:
         """Tell whether the current phase is done, and the bucket before this one has begun the next one."""
@@ -109,14 +127,18 @@ class _Task:
             self._phases = self._owner.hook.reduce(self._bucket)
         try:
             # Not in the generator, where it would reach into the code that runs between two phases.
-            with torch.no_grad():
+            with torch.no_grad(), comm.counted_in(self._tally):
                 self._current = next(self._phases)
             self.phase += 1
+            if self.on_collective is not None:
+                self.on_collective(self._current)
         except StopIteration as end:
             if end.value is not None:
                 self._result = check_result(self._owner.hook.name, self._bucket, end.value)
             self.finished = True
             self._current = None
+            if self.on_finished is not None:
+                self.on_finished()
 
     def _failing_clearly(self, wait: object) -> None:
         try:

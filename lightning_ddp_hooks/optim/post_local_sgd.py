@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
 from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
+from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
 
 
-class PostLocalSGDOptimizer(Optimizer):
+class PostLocalSGDOptimizer(Optimizer, Joinable):
     """Steps a local optimizer, then lets a model averager do what its schedule says.
 
     Use it with gradients that are averaged over all ranks for the averager's ``warmup_steps`` steps and over a
@@ -24,6 +25,9 @@ class PostLocalSGDOptimizer(Optimizer):
 
     Under a GradScaler a step that is skipped on this rank still counts and still averages, so that ranks that train for
     themselves never wait for each other in vain.
+
+    In a `Join` context a rank that has run out of data takes part in the averages with its model as it is: like any
+    replica between two averages it counts as one of them.
 
     Args:
         optim: the local optimizer.
@@ -98,8 +102,23 @@ class PostLocalSGDOptimizer(Optimizer):
         loss: float | None = None
         if self._may_step():
             loss = self.optim.step() if closure is None else self.optim.step(closure)
+        Join.notify(self)
         self.averager.average_parameters()
         return loss
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what this rank does once it has run out of data; for `Join`."""
+        return _AveragingJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.param_groups[0]["params"][0].device
+
+    @property
+    def join_process_group(self) -> comm.ProcessGroup:
+        """The ranks that average."""
+        return self._context.group
 
     @torch.no_grad()
     def _may_step(self) -> bool:
@@ -149,3 +168,14 @@ class PostLocalSGDOptimizer(Optimizer):
         else:
             warnings.warn("The state holds no step of a model averager; it begins at step 0.", stacklevel=2)
             self.averager.step = 0
+
+
+class _AveragingJoinHook(JoinHook):
+    """Goes on averaging with a model that does not change any more but by that."""
+
+    def __init__(self, optimizer: PostLocalSGDOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Do what the averager's schedule says for this step of the others."""
+        self._optimizer.averager.average_parameters()

@@ -63,5 +63,5 @@ class Buffers:
         """
         self._stale = False
         if not self.each_keeps_its_own and (buffers := self.now()):
-            with _compat.span("ldh::broadcast_buffers"):
+            with _compat.span("ldh::broadcast_buffers"), comm.counted_as("buffers"):
                 broadcast_tensors(buffers, self._group, src)

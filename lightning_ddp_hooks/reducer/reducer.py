@@ -38,6 +38,7 @@ from lightning_ddp_hooks.reducer.facts import bucket_facts
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
 from lightning_ddp_hooks.reducer.learning import Learning
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
+from lightning_ddp_hooks.reducer.observer import PassObserver, told_of_wait
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import CommStream, Readout, comm_stream
@@ -159,6 +160,7 @@ class Reducer:
 
         self._comm: BucketComm = MeanAllReduce(self.group)
         self._custom_comm = False
+        self._observer: PassObserver | None = None
         self._sparse_ids = expects_sparse_gradient(module)
         self._streams: dict[torch.device, CommStream] = {}
         self._arena = Arena()
@@ -202,7 +204,7 @@ class Reducer:
         )
         with _hookable(params):
             self._engine = self._make_engine(params, self, self.config.gradient_as_bucket_view)
-        self._engine.set_mean_group(None if self._custom_comm else self.group)
+        self._share_out_launches()
         self._engine.hold = True
         self._lay_out_initially()
 
@@ -280,12 +282,34 @@ class Reducer:
             raise RuntimeError("A communication hook must be registered before the first backward.")
         self._comm = bucket_comm
         self._custom_comm = True
-        self._engine.set_mean_group(None)
+        self._share_out_launches()
         if any(key is not None for key in self._hook_keys()):
             self._lay_out_initially()
         self._apply_divisor()
 
+    def _share_out_launches(self) -> None:
+        """Let the engine sum buckets by itself where there is neither a hook to run nor an observer to tell."""
+        self._engine_sums = not self._custom_comm and self._observer is None
+        self._engine.set_mean_group(self.group if self._engine_sums else None)
+
     # ------------------------------------------------------------------ what the wrapper or strategy calls
+
+    @property
+    def observer(self) -> PassObserver | None:
+        """Who is told of each pass; None by default.
+
+        With an observer buckets are launched from Python, also under the native engine; the results are the same.
+        """
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: PassObserver | None) -> None:
+        if observer is not None and self._engine.active:
+            raise RuntimeError("An observer can be set only between two backwards.")
+        self._observer = observer
+        # One may leave at any time, such as when an error has broken a backward off, whose buckets stay what they are.
+        if not (self.detached or self._engine.active):
+            self._share_out_launches()
 
     @property
     def sync(self) -> bool:
@@ -435,6 +459,8 @@ class Reducer:
             # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
             self._set_layout(self._planned)
         self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
+        if self._observer is not None:
+            self._observer.pass_opened()
         self._engine.start()
 
     def bucket_full(self, index: int, unused: AbstractSet[int] = frozenset()) -> None:
@@ -447,11 +473,19 @@ class Reducer:
         bucket = self._buckets[index]
         stream = self._bucket_streams[index]
         last = index == len(self._buckets) - 1
+        observer = self._observer
+        view = GradBucket(bucket, index, last, self._bucket_names[index], self.divisor)
+        if unused:
+            view.unused = frozenset(self.names[i] for i in bucket.layout.indices if i in unused)
+        if observer is not None:
+            observer.bucket_full(view, 1.0 if self._comm.divides else 1.0 / self.divisor)
         with _compat.span("ldh::launch"), stream.after_compute():
-            view = GradBucket(bucket, index, last, self._bucket_names[index], self.divisor)
-            if unused:
-                view.unused = frozenset(self.names[i] for i in bucket.layout.indices if i in unused)
-            self._in_flight.append(_InFlight(index, bucket, self._comm.launch(view, bucket)))
+            if observer is not None:
+                observer.launch_begins(index)
+            pending = self._comm.launch(view, bucket)
+            self._in_flight.append(_InFlight(index, bucket, pending))
+            if observer is not None:
+                observer.launch_ended(index, pending)
 
     def backward_broke(self) -> None:
         """Give up the pass of a backward that an exception broke off."""
@@ -478,6 +512,8 @@ class Reducer:
         self._trainable.forget_use()
         self._in_flight.clear()
         self._saved.clear()
+        if self._observer is not None:
+            self._observer.pass_abandoned()
 
     def _finish(self) -> None:
         try:
@@ -491,7 +527,7 @@ class Reducer:
         engine = self._engine
         self.skip_step = False
         # Where something may be missing, the engine's buckets are looked after here; else it ends the pass by itself.
-        if not self._custom_comm and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
+        if self._engine_sums and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
             sent = range(engine.launched)
             self._in_flight = [_InFlight(index, self._buckets[index], _EngineSum(engine, index)) for index in sent]
         if engine.hold:
@@ -518,6 +554,8 @@ class Reducer:
         engine.stop()
         engine.forget_use()
         self._trainable.forget_use()
+        if self._observer is not None:
+            self._observer.pass_ended()
         if verdict.relayout:
             self._follow_trainable_set()
         elif recorded:
@@ -539,7 +577,8 @@ class Reducer:
         )
 
     def _exchange(self) -> Verdict:
-        reports = comm.all_gather_object(self._report(), self.control_group)
+        with told_of_wait(self._observer):
+            reports = comm.all_gather_object(self._report(), self.control_group)
         verdict = judge(reports, self.names, self._policy_now(), skip_missing_loss=self._skip_missing_loss)
         if self._engine.hold:
             self._adopt_sparse({index for report in reports for index in report.sparse})
@@ -573,7 +612,8 @@ class Reducer:
             number = torch.tensor([self._oddities], dtype=torch.int32)
             work = comm.all_reduce(number, self.control_group)
             self._collect()
-            work.wait()
+            with told_of_wait(self._observer):
+                work.wait()
             count = _HostNumber(number)
         # A device's number is looked at one pass later, unless this rank knows already that it is not zero.
         if self._defers_reading() and not self._oddities:
@@ -612,7 +652,8 @@ class Reducer:
         """Sum flags over the ranks; find out if some are in a backward while others have ended their step."""
         flags.append(at_end_of_step)
         counts = torch.frombuffer(flags, dtype=torch.uint8).to(torch.int32)
-        comm.all_reduce(counts, self.control_group).wait()
+        with told_of_wait(self._observer):
+            comm.all_reduce(counts, self.control_group).wait()
         if 0 < int(counts[-1]) < self.world_size:
             raise RuntimeError(steps_differ_text(comm.all_gather_object(at_end_of_step, self.control_group)))
         return counts[:-1]
@@ -643,7 +684,7 @@ class Reducer:
         engine.launched = len(self._buckets)
 
     def _collect(self) -> None:
-        with _compat.span("ldh::wait"):
+        with _compat.span("ldh::wait"), told_of_wait(self._observer):
             if not self._in_flight:
                 self._engine.finish()
                 return
@@ -654,6 +695,8 @@ class Reducer:
                     result = pending.wait()
                     if isinstance(result, Tensor) and not _is_same(result, bucket.buffer):
                         bucket.buffer.copy_(result.reshape(-1))
+                    if self._observer is not None:
+                        self._observer.bucket_done(index, bucket.buffer)
             for stream in set(self._streams.values()):
                 stream.join()
 

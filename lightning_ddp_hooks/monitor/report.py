@@ -1,0 +1,262 @@
+"""The report: one HTML page without scripts or outside files. Pure; `report_svg` draws, `report_text` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from lightning_ddp_hooks.monitor.record import RunRecord, Summary
+from lightning_ddp_hooks.monitor.report_style import STYLE
+from lightning_ddp_hooks.monitor.report_svg import budget_svg, exposed_svg, parameters_svg, timeline_svg
+from lightning_ddp_hooks.monitor.report_text import (
+    advice,
+    bytes_text,
+    factor_text,
+    headline,
+    run_note,
+    seconds_text,
+    share_text,
+)
+from lightning_ddp_hooks.monitor.timeline import (
+    BucketTiming,
+    StepTiming,
+    exposed_by_bucket,
+    median,
+    median_step,
+    typical_steps,
+)
+
+_BUCKETS_LISTED = 40
+
+
+def build_report(record: RunRecord) -> str:
+    """Return the page.
+
+    Args:
+        record: of the rank that writes the report; may hold no steps.
+    """
+    facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in record.facts.items())
+    note = run_note(record)
+    head = f"<header><h1>Communication report</h1><dl>{facts}</dl></header>"
+    if note:
+        head += f'<p class="note">{escape(note)}</p>'
+    if not record.steps:
+        return _page(f'{head}<p class="verdict">No step was recorded.</p>')
+    steps = list(record.steps)
+    summary = Summary.of(steps, record.world_size)
+    step = median_step(steps)
+    lead = (
+        f'<p class="verdict">{escape(headline(step, summary, record.world_size))}</p>'
+        f'<p class="advice">{_with_code(advice(step, summary, record.world_size))}</p>'
+    )
+    sections = [
+        _cards(summary),
+        _section("A typical step", _timeline_note(step), timeline_svg(step) + _timeline_key() + budget_svg(step)),
+        _section("Waiting, step by step", "How long each step waited for communication.", exposed_svg(steps)),
+        _buckets(steps, step),
+        _parameters(record, step),
+        _other_traffic(record, steps),
+        _ranks(record),
+        _legend(),
+    ]
+    return _page(head + lead + "".join(sections))
+
+
+def _page(body: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Communication report</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _section(title: str, note: str, content: str) -> str:
+    subtitle = f'<p class="sub">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{subtitle}{content}</section>"
+
+
+def _with_code(text: str) -> str:
+    """Escape a text, and set what stands between backquotes as code."""
+    pieces = escape(text).split("`")
+    return "".join(f"<code>{piece}</code>" if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _cards(summary: Summary) -> str:
+    share = share_text(summary.exposed_share)
+    cards = [
+        ("step", seconds_text(summary.duration), f"median of {summary.steps:,} steps", ""),
+        ("waited for communication", seconds_text(summary.exposed), f"{share} of the step", "hot"),
+        ("communication in all", seconds_text(summary.communication), "any bucket in flight", ""),
+        ("overlap", share_text(summary.overlap), "hidden behind computing", "good"),
+        ("sent per rank and step", bytes_text(summary.sent_bytes), "mean over all steps", ""),
+        ("effective compression", factor_text(summary.compression), "against a plain all-reduce", ""),
+    ]
+    if summary.error is not None:
+        cards.append(("compression error", f"{summary.error:.2g}", "relative, to the exact mean", ""))
+    inside = "".join(
+        f'<div class="card {css}"><div class="name">{escape(name)}</div><div class="value">{escape(value)}</div>'
+        f'<div class="what">{escape(what)}</div></div>'
+        for name, value, what, css in cards
+    )
+    return f'<div class="cards">{inside}</div>'
+
+
+def _timeline_note(step: StepTiming) -> str:
+    return f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
+
+
+def _timeline_key() -> str:
+    entries = [
+        ("hook", "computing what to send, launching"),
+        ("hidden", "in flight, hidden"),
+        ("exposed", "in flight, waited for"),
+    ]
+    inside = "".join(f'<span><i class="{css}"></i>{escape(text)}</span>' for css, text in entries)
+    return f'<p class="key">{inside}</p>'
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _bar(share: float, css: str) -> str:
+    return f'<i class="bar {css}" style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Build a table of cells that are HTML already."""
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
+    if not step.buckets:
+        return ""
+    alike = typical_steps(steps)
+    waits = list(zip(*(exposed_by_bucket(other) for other in alike), strict=True))
+    largest = max(max(b.grad_bytes, b.sent_bytes) for b in step.buckets) or 1
+    worst = max(median(column) for column in waits) or 1.0
+    rows = []
+    for number, bucket in enumerate(step.buckets[:_BUCKETS_LISTED]):
+        mine = [other.buckets[number] for other in alike]
+        sent = sum(b.sent_bytes for b in mine) / len(mine)
+        exposed = median(waits[number])
+        errors = [b.error for b in mine if b.error is not None]
+        rows.append(
+            [
+                f'<span class="dot b{bucket.index % 6}"></span>{bucket.index}',
+                f'<span title="{escape(", ".join(bucket.names))}">{escape(_contents(bucket))}</span>',
+                f'<div class="bars">{_bar(bucket.grad_bytes / largest, "faint")}{_bar(sent / largest, "sent")}</div>',
+                bytes_text(bucket.grad_bytes),
+                bytes_text(sent),
+                seconds_text(median([b.in_flight[1] - b.in_flight[0] for b in mine])),
+                f'<div class="bars">{_bar(exposed / worst, "exposed")}</div>',
+                seconds_text(exposed),
+                f"{sum(errors) / len(errors):.2g}" if errors else "",
+            ]
+        )
+    head = ["bucket", "parameters", "gradients, sent", "gradients", "sent", "in flight", "", "waited for", "error"]
+    if all(not row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    rest = len(step.buckets) - len(rows)
+    more = f'<p class="sub">And {rest} more.</p>' if rest else ""
+    note = "In the order in which they are sent. A bucket counts as waited for while all buckets before it are done."
+    return _section("Buckets", note, _table(head, rows) + more)
+
+
+def _contents(bucket: BucketTiming) -> str:
+    first, last = bucket.names[0], bucket.names[-1]
+    return first if len(bucket.names) == 1 else f"{first} \N{HORIZONTAL ELLIPSIS} {last} ({len(bucket.names)})"
+
+
+def _parameters(record: RunRecord, step: StepTiming) -> str:
+    bucket_of = {name: bucket.index for bucket in step.buckets for name in bucket.names}
+    sizes = {name: n for name, n in record.parameter_bytes.items() if name in bucket_of}
+    chart = parameters_svg(sizes, bucket_of)
+    if not chart:
+        return ""
+    total = sum(sizes.values())
+    first = sorted(sizes, key=lambda name: (-sizes[name], name))[:8]
+    # What is sent for a bucket is divided by size: a hook sees the bucket, not the parameter.
+    factor = {name: bucket.sent_bytes / bucket.grad_bytes for bucket in step.buckets for name in bucket.names
+              if bucket.grad_bytes}  # fmt: skip
+    rows = [
+        [
+            f"<code>{escape(name)}</code>",
+            f'<div class="bars">{_bar(sizes[name] / sizes[first[0]], f"b{bucket_of[name] % 6}")}</div>',
+            bytes_text(sizes[name]),
+            share_text(sizes[name] / total),
+            bytes_text(sizes[name] * factor.get(name, 0.0)),
+            str(bucket_of[name]),
+        ]
+        for name in first
+    ]
+    table = _table(["largest parameters", "", "gradient", "of all", "sent", "bucket"], rows)
+    note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a colour is a bucket."
+    return _section("Bytes by parameter", note, chart + table)
+
+
+def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
+    purposes: dict[str, float] = {"gradients": sum(b.sent_bytes for step in steps for b in step.buckets)}
+    for step in steps:
+        for name, sent in step.other_bytes:
+            purposes[name] = purposes.get(name, 0.0) + sent
+    between = sum(record.outside_bytes.values())
+    if len(purposes) == 1 and not between:
+        return ""
+    total = sum(purposes.values()) or 1.0
+    rows = [
+        [
+            escape(name),
+            f'<div class="bars">{_bar(sent / total, "sent")}</div>',
+            bytes_text(sent / len(steps)),
+            share_text(sent / total),
+        ]
+        for name, sent in sorted(purposes.items(), key=lambda entry: -entry[1])
+    ]
+    table = _table(["purpose", "", "per step", "of all"], rows)
+    more = f'<p class="sub">Between steps, over the whole run: {bytes_text(between)}.</p>' if between else ""
+    return _section("What the bytes were for", "Sent by this rank, in the mean over all steps.", table + more)
+
+
+def _ranks(record: RunRecord) -> str:
+    rows = [row for row in record.ranks if row.get("steps")]
+    if len(rows) < 2:
+        return ""
+    worst = max(_figure(row, "exposed") for row in rows) or 1.0
+    mean = sum(_figure(row, "exposed") for row in rows) / len(rows)
+    cells = [
+        [
+            f"{_figure(row, 'rank'):.0f}",
+            seconds_text(_figure(row, "duration")),
+            f'<div class="bars">{_bar(_figure(row, "exposed") / worst, "exposed")}</div>',
+            seconds_text(_figure(row, "exposed")),
+            seconds_text(_figure(row, "communication")),
+            share_text(_figure(row, "overlap")),
+            bytes_text(_figure(row, "sent_bytes")),
+        ]
+        for row in rows
+    ]
+    note = (
+        f"Waited for communication: mean {seconds_text(mean)}, at most {seconds_text(worst)}. A rank that waits less "
+        "than the others is the one that they wait for."
+    )
+    head = ["rank", "step", "", "waited", "communication", "overlap", "sent per step"]
+    return _section("Ranks", note, _table(head, cells))
+
+
+def _figure(row: Mapping[str, float | None], name: str) -> float:
+    return float(row.get(name) or 0.0)
+
+
+def _legend() -> str:
+    terms = [
+        ("in flight", "From the moment a bucket is handed over until it is reduced; early ranks wait for late ones."),
+        ("waited for (exposed)", "Time in which the backward had nothing left to compute, but to wait."),
+        ("overlap", "The part of the communication that the step did not wait for."),
+        ("sent", "Payload that this rank sends to others, by the formula of each collective; headers come on top."),
+        ("effective compression", "What a ring all-reduce of all gradients in their own dtype would send, divided by "
+                                  "what was sent, for whatever purpose."),
+    ]  # fmt: skip
+    inside = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms)
+    return f'<section class="legend"><h2>Terms</h2><dl>{inside}</dl></section>'

@@ -1,0 +1,256 @@
+"""What a training step's time went to: measured instants, and the arithmetic on them. Pure; no clock, no torch.
+
+    begin      backward_begin                          backward_end            finished
+      |  forward  |              backward                    |  wait | optimizer  |
+                        bucket 0   [ready|launched ==== done]
+                                     bucket 1   [ready|launched ==|==== done]
+                                                              hidden  exposed
+
+A bucket is *in flight* from ``launched`` to ``done``. Communication takes the time in which any bucket is in flight;
+what the step waits for it is *exposed*, and the rest is hidden behind the backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTiming:
+    """One bucket on its way through one step; times in seconds on the step's clock.
+
+    Attributes:
+        index: position in the order of reduction.
+        names: of the parameters in it.
+        grad_bytes: size of the gradients in it.
+        sent_bytes: what this rank sent for it, by the formulas in ``traffic.py``.
+        ready: its gradients are complete and its turn has come.
+        launched: its first collective is on its way; from ``ready`` to here a hook computes what to send.
+        done: it is reduced; with a hook of several collectives, after the last one.
+        error: relative error of the reduced gradients to the exact mean; None unless it was asked for.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    grad_bytes: int
+    sent_bytes: int
+    ready: float
+    launched: float
+    done: float
+    error: float | None = None
+
+    @property
+    def in_flight(self) -> Interval:
+        """From ``launched`` to ``done``."""
+        return (self.launched, max(self.launched, self.done))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """One training step: an accumulation window, or a ``training_step`` of manual optimisation.
+
+    Attributes:
+        step: number of the step.
+        begin: of its first forward.
+        backward_begin: of the first backward that reduces gradients (without one: of the last backward).
+        backward_end: the last backward has computed its gradients; what follows is the wait, then the optimizer.
+        finished: of the step, after the optimizer.
+        buckets: in order of launch; over all backwards, if there are several.
+        wait: seconds that the step waited for communication.
+        waits: when it did; by default once, from ``backward_end`` on.
+        other_bytes: what was sent for other purposes, such as ``("buffers", 8192)``.
+        local_bytes: size of gradients that were not exchanged, where a model averager lets replicas train on their own.
+    """
+
+    step: int
+    begin: float
+    backward_begin: float
+    backward_end: float
+    finished: float
+    buckets: tuple[BucketTiming, ...]
+    wait: float
+    waits: tuple[Interval, ...] = ()
+    other_bytes: tuple[tuple[str, int], ...] = ()
+    local_bytes: int = 0
+
+    @property
+    def duration(self) -> float:
+        """From ``begin`` to ``finished``."""
+        return self.finished - self.begin
+
+    @property
+    def wait_intervals(self) -> tuple[Interval, ...]:
+        """When the step waited."""
+        if self.waits or not self.wait:
+            return self.waits
+        return ((self.backward_end, self.backward_end + self.wait),)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Size of the gradients that were reduced."""
+        return sum(bucket.grad_bytes for bucket in self.buckets)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sent, for whatever purpose."""
+        return sum(bucket.sent_bytes for bucket in self.buckets) + sum(count for _, count in self.other_bytes)
+
+
+# ---------------------------------------------------------------------- intervals
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals in ascending order that cover the same time; empty ones are left out."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return how much time the intervals cover together."""
+    return sum(end - begin for begin, end in union(intervals))
+
+
+def intersect(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+    """Return what both cover."""
+    rest = union(second)
+    return [
+        (max(begin, other_begin), min(end, other_end))
+        for begin, end in union(first)
+        for other_begin, other_end in rest
+        if max(begin, other_begin) < min(end, other_end)
+    ]
+
+
+# ---------------------------------------------------------------------- one step
+
+
+def communication_time(step: StepTiming) -> float:
+    """Return how long any bucket was in flight, in seconds."""
+    return length(bucket.in_flight for bucket in step.buckets)
+
+
+def hook_time(step: StepTiming) -> float:
+    """Return how long the backward was held up to start communication (compression, the call itself), in seconds."""
+    return length((bucket.ready, bucket.launched) for bucket in step.buckets)
+
+
+def overlap(step: StepTiming) -> float:
+    """Return the fraction of the communication that the step did not wait for; 1 if there was none."""
+    flying = union(bucket.in_flight for bucket in step.buckets)
+    total = length(flying)
+    return 1.0 - length(intersect(flying, step.wait_intervals)) / total if total else 1.0
+
+
+def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
+    """Return for each bucket how long the step waited for it, and not for one before it, in seconds.
+
+    The sum may be less than ``step.wait``, which also covers what comes after the last bucket (results written back,
+    ranks agreeing on unused parameters).
+    """
+    shares = []
+    free = float("-inf")  # up to here the step waited for buckets before this one
+    for bucket in step.buckets:
+        launched, done = bucket.in_flight
+        shares.append(length(intersect([(max(free, launched), done)], step.wait_intervals)))
+        free = max(free, done)
+    return tuple(shares)
+
+
+def ring_bytes(nbytes: float, world_size: int) -> float:
+    """Return what each rank sends in a ring all-reduce of ``nbytes``: ``2 (n - 1) / n`` times as much."""
+    return 2.0 * (world_size - 1) / world_size * nbytes
+
+
+def effective_compression(steps: Sequence[StepTiming], world_size: int) -> float | None:
+    """Return how many times more an all-reduce of all gradients in their own dtype would have sent.
+
+    Everything that was sent counts, also buffers and model averages; steps in which a model averager exchanges nothing
+    count as gradients that were not sent.
+
+    Returns:
+        1 for one rank, which has nothing to send; None if there was something to send and nothing was sent.
+    """
+    dense = ring_bytes(sum(step.grad_bytes + step.local_bytes for step in steps), world_size)
+    sent = sum(step.sent_bytes for step in steps)
+    if sent:
+        return dense / sent
+    return None if dense else 1.0
+
+
+# ---------------------------------------------------------------------- many steps
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; of an even number of values, the mean of the two in the middle.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("Expected at least one value, got none.")
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def typical_steps(steps: Sequence[StepTiming]) -> list[StepTiming]:
+    """Return the steps with the most frequent list of buckets, of those that exchange gradients (else all).
+
+    The first steps, before the buckets have been laid out anew, are not among them.
+    """
+    exchanging = [step for step in steps if step.buckets] or list(steps)
+    layouts = [tuple(hash(bucket.names) for bucket in step.buckets) for step in exchanging]
+    usual = Counter(layouts).most_common(1)
+    return [step for step, layout in zip(exchanging, layouts, strict=True) if layout == usual[0][0]]
+
+
+def median_step(steps: Sequence[StepTiming]) -> StepTiming:
+    """Return the typical step whose duration and wait are nearest to the medians of both; of several, the first.
+
+    Raises:
+        ValueError: there are no steps.
+    """
+    alike = typical_steps(steps)
+    duration, wait = median([step.duration for step in alike]), median([step.wait for step in alike])
+    return min(alike, key=lambda step: abs(step.duration - duration) + abs(step.wait - wait))
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What one step, or a typical one, spent its time on; in seconds.
+
+    Attributes:
+        forward: from the step's begin to its first backward, which includes further forwards of an accumulation window.
+        backward: computing gradients.
+        hook: computing what to send, and starting to send it, in the middle of the backward.
+        wait: for communication.
+        rest: the optimizer, model averaging, callbacks.
+    """
+
+    forward: float
+    backward: float
+    hook: float
+    wait: float
+    rest: float
+
+
+def phases(step: StepTiming) -> Phases:
+    """Divide the step's duration; the parts add up to it."""
+    backward = [(step.backward_begin, step.backward_end)]
+    launching = intersect(((b.ready, b.launched) for b in step.buckets), backward)
+    waiting = intersect(step.wait_intervals, backward)
+    forward = step.backward_begin - step.begin
+    computing = length(backward) - length([*launching, *waiting])
+    hook = length(launching)
+    return Phases(forward, computing, hook, step.wait, step.duration - forward - computing - hook - step.wait)

@@ -1,0 +1,73 @@
+"""Steps as a trace that chrome://tracing and https://ui.perfetto.dev show. Pure.
+
+The format: "Trace Event Format",
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU; times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_ddp_hooks.monitor.timeline import StepTiming
+
+COMPUTE_LANE, FIRST_BUCKET_LANE = 0, 10
+_NAMES_SHOWN = 8
+
+
+def build_trace(
+    steps: Sequence[StepTiming], *, rank: int = 0, metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return a trace of the steps: one lane for compute, and one for each bucket.
+
+    Args:
+        steps: in order.
+        rank: whose steps they are; the process in the trace.
+        metadata: facts to keep with it.
+
+    Returns:
+        What ``json.dump`` takes. The first step begins at 0.
+    """
+    events: list[dict[str, Any]] = [_name("process_name", rank, 0, f"rank {rank}")]
+    events.append(_name("thread_name", rank, COMPUTE_LANE, "compute"))
+    lanes = max((bucket.index for step in steps for bucket in step.buckets), default=-1) + 1
+    events += [_name("thread_name", rank, FIRST_BUCKET_LANE + i, f"bucket {i}") for i in range(lanes)]
+    origin = steps[0].begin if steps else 0.0
+    for step in steps:
+        events += _step_events(step, rank, origin)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+
+
+def _step_events(step: StepTiming, rank: int, origin: float) -> list[dict[str, Any]]:
+    def span(name: str, lane: int, begin: float, end: float, **args: Any) -> dict[str, Any]:
+        event = {"name": name, "ph": "X", "pid": rank, "tid": lane, "ts": _us(begin - origin)}
+        return {**event, "dur": max(0.0, _us(end - begin)), "args": args}
+
+    events = [
+        span(f"step {step.step}", COMPUTE_LANE, step.begin, step.finished, sent_bytes=step.sent_bytes),
+        span("forward", COMPUTE_LANE, step.begin, step.backward_begin),
+        span("backward", COMPUTE_LANE, step.backward_begin, step.backward_end),
+        *(span("wait for communication", COMPUTE_LANE, begin, end) for begin, end in step.wait_intervals),
+    ]
+    for bucket in step.buckets:
+        lane = FIRST_BUCKET_LANE + bucket.index
+        args: dict[str, Any] = {
+            "parameters": list(bucket.names[:_NAMES_SHOWN]),
+            "parameters_in_all": len(bucket.names),
+            "gradient_bytes": bucket.grad_bytes,
+            "sent_bytes": bucket.sent_bytes,
+        }
+        if bucket.error is not None:
+            args["relative_error"] = bucket.error
+        events.append(span("hook", lane, bucket.ready, bucket.launched))
+        events.append(span(f"bucket {bucket.index}", lane, *bucket.in_flight, **args))
+    counter = {"name": "bytes sent", "ph": "C", "pid": rank, "ts": _us(step.begin - origin)}
+    return [*events, {**counter, "args": {"sent": step.sent_bytes}}]
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _name(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}

@@ -1,0 +1,85 @@
+"""The seam for watching a pass: what the reducer tells an observer, if there is one.
+
+    pass_opened
+      bucket_full 0 -> launch_begins 0 -> launch_ended 0        (for each bucket, in order, while the backward goes on)
+    wait_begins -> bucket_done 0, 1, ... -> wait_ended          (maybe several waits)
+    pass_ended, or pass_abandoned
+
+An observer must not change anything, nor issue collectives on the reducer's groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+
+class PassObserver(Protocol):
+    """Watches the passes of a reducer; called from the thread that runs them."""
+
+    def pass_opened(self) -> None:
+        """The first gradient of a synchronised backward has come."""
+        ...
+
+    def bucket_full(self, bucket: GradBucket, scale: float) -> None:
+        """A bucket is about to be launched; the compute stream is current.
+
+        Args:
+            bucket: its gradients are complete.
+            scale: the sum over ranks of what is in the buffer, times this, is the mean.
+        """
+        ...
+
+    def launch_begins(self, index: int) -> None:
+        """The communication stream is current and behind the bucket's gradients."""
+        ...
+
+    def launch_ended(self, index: int, pending: object) -> None:
+        """The bucket was handed over.
+
+        Args:
+            index: of the bucket.
+            pending: a ``Work``, whose ``get_future()`` tells when it is done; or a task of a hook (hooks/pipeline.py),
+                whose ``collective``, ``on_collective``, ``finished`` and ``on_finished`` do.
+        """
+        ...
+
+    def wait_begins(self) -> None:
+        """The backward has no more to compute, and waits for other ranks."""
+        ...
+
+    def bucket_done(self, index: int, buffer: Tensor) -> None:
+        """The reduced values are in the buffer; the communication stream is current."""
+        ...
+
+    def wait_ended(self) -> None:
+        """The backward goes on; the compute stream is current, and behind the communication."""
+        ...
+
+    def pass_ended(self) -> None:
+        """All gradients are reduced and back in place."""
+        ...
+
+    def pass_abandoned(self) -> None:
+        """The pass was broken off by an error; what was told of it counts for nothing. Maybe none was open."""
+        ...
+
+
+def told_of_wait(observer: PassObserver | None) -> AbstractContextManager[None]:
+    """Tell an observer, if there is one, that what runs under this context waits for other ranks."""
+    return _UNTOLD if observer is None else _telling(observer)
+
+
+_UNTOLD: AbstractContextManager[None] = nullcontext()
+
+
+@contextmanager
+def _telling(observer: PassObserver) -> Iterator[None]:
+    observer.wait_begins()
+    yield
+    observer.wait_ended()

@@ -1,0 +1,103 @@
+"""The monitor on the real device: marks on streams, read without making the host wait."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+import lightning_ddp_hooks as ldh
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.monitor.clock import CudaClock
+from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
+from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
+from lightning_ddp_hooks.traffic import Traffic
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+
+def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple[list[int], list[StepTiming]]:
+    """Train with a recorder; return which steps were known at once, and all of them."""
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    group = dist.new_group(backend="nccl")
+    model = ldh.DataParallel(net, group, bucket_cap_mb=16, comm_hook=hook)
+    traffic = Traffic()
+    comm.count_traffic(traffic)
+    error = CompressionError(dist.new_group(backend="nccl"), 1) if compare else None
+    recorder = Recorder(CudaClock(torch.device("cuda", 0), queues_waits=True), traffic, error)
+    model.reducer.observer = recorder
+    x = torch.randn(4096, 2048, device="cuda")
+    early: list[int] = []
+    found: list[StepTiming] = []
+    for step in range(steps):
+        if strict and step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        recorder.begin_step(step)
+        loss = model(x).square().mean()
+        recorder.backward_begins()
+        loss.backward()
+        recorder.backward_ended()
+        for p in net.parameters():
+            p.grad = None
+        known = recorder.end_step()
+        early += [timing.step for timing in known if timing.step == step]
+        found += known
+    torch.cuda.set_sync_debug_mode("default")
+    found += recorder.settle()
+    comm.count_traffic(None)
+    return early, found
+
+
+def _plain() -> tuple[list[int], list[StepTiming]]:
+    return _run(None, 8, strict=True)
+
+
+def test_steps_are_measured_without_a_wait_of_the_host() -> None:
+    [(early, steps)] = run_ranks(_plain, world_size=1, timeout=100)
+
+    assert [step.step for step in steps] == list(range(8))
+    assert early != list(range(8))  # the host is ahead of the device
+    for before, step in pairwise(steps):
+        assert before.finished <= step.begin + 1e-4
+    for step in steps[3:]:
+        assert step.begin < step.backward_begin < step.backward_end <= step.finished
+        assert len(step.buckets) >= 8
+        for bucket in step.buckets:
+            assert step.backward_begin <= bucket.ready <= bucket.launched + 1e-5
+            assert bucket.done <= step.finished + 1e-5
+
+
+def _sleeping_hook(state: None, bucket: ldh.GradBucket) -> torch.Tensor:
+    torch.cuda._sleep(20_000_000)  # about 10 ms on the communication stream
+    return bucket.buffer()
+
+
+def _slow() -> tuple[list[int], list[StepTiming]]:
+    return _run((None, _sleeping_hook), 6, strict=False)
+
+
+def test_a_slow_hook_shows_as_time_in_flight_and_as_waiting() -> None:
+    [(_, steps)] = run_ranks(_slow, world_size=1, timeout=100)
+
+    for step in steps[3:]:
+        for bucket in step.buckets:
+            assert 2e-3 < bucket.done - bucket.launched < 0.2
+        # The stream does one after the other, so the last ones are waited for.
+        assert step.wait > 0.5 * sum(b.done - b.launched for b in step.buckets[-4:])
+        assert sum(exposed_by_bucket(step)) == pytest.approx(step.wait, rel=0.1)
+
+
+def _compared() -> tuple[list[int], list[StepTiming]]:
+    return _run("bf16", 5, strict=False, compare=True)
+
+
+def test_the_compression_error_is_measured_on_the_device() -> None:
+    [(_, steps)] = run_ranks(_compared, world_size=1, timeout=100)
+
+    errors = [bucket.error for step in steps[2:] for bucket in step.buckets]
+    assert all(error is not None and error < 2**-8 for error in errors)

@@ -1,0 +1,275 @@
+"""The trace and the report: what they say, that names cannot break them, and that any record makes a page."""
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from monitor_fakes import sample_record, sample_steps
+
+from lightning_ddp_hooks.monitor.record import RunRecord, Summary
+from lightning_ddp_hooks.monitor.report import build_report
+from lightning_ddp_hooks.monitor.report_svg import nice_ticks, squarify, wrapped
+from lightning_ddp_hooks.monitor.report_text import (
+    advice,
+    bytes_text,
+    factor_text,
+    headline,
+    seconds_text,
+    share_text,
+)
+from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming, median_step
+from lightning_ddp_hooks.monitor.trace import build_trace
+
+_VOID = {"meta", "br", "hr"}
+
+
+class _Checker(HTMLParser):
+    """Notes text and tags, and that every tag is closed in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parse(page: str) -> _Checker:
+    checker = _Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.stack == []
+    return checker
+
+
+# ---------------------------------------------------------------------- trace
+
+
+def test_a_trace_has_a_lane_for_compute_and_one_for_each_bucket() -> None:
+    steps = sample_steps(2)
+    trace = json.loads(json.dumps(build_trace(steps, rank=3, metadata={"model": "Net"})))
+
+    events = trace["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert trace["otherData"] == {"model": "Net"}
+    assert {event["pid"] for event in events} == {3}
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"rank 3", "compute", "bucket 0", "bucket 1", "bucket 2"}
+    [bucket] = [e for e in spans if e["name"] == "bucket 2" and e["ts"] < 1e5]
+    assert (bucket["ts"], bucket["dur"]) == (72_000.0, 20_000.0)  # launched at 72 ms, done at 92
+    assert bucket["args"]["sent_bytes"] == 1_000_000
+    waits = [(e["ts"], e["dur"]) for e in spans if e["name"] == "wait for communication"]
+    assert waits == [(80_000.0, 12_000.0), (280_000.0, 13_000.0)]
+    assert [e["args"]["sent"] for e in events if e["ph"] == "C"] == [3_000_512, 3_000_512]
+
+
+def test_spans_of_a_lane_nest() -> None:
+    spans = [e for e in build_trace(sample_steps(3))["traceEvents"] if e["ph"] == "X"]
+    for lane in {span["tid"] for span in spans}:
+        stack: list[float] = []
+        ordered = sorted((s for s in spans if s["tid"] == lane), key=lambda s: (s["ts"], -s["dur"]))
+        for span in ordered:
+            end = span["ts"] + span["dur"]
+            while stack and stack[-1] <= span["ts"] + 1e-3:
+                stack.pop()
+            assert not stack or end <= stack[-1] + 1e-3, span
+            stack.append(end)
+
+
+def test_a_trace_of_nothing() -> None:
+    assert [event["ph"] for event in build_trace([])["traceEvents"]] == ["M", "M"]
+
+
+# ---------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (seconds_text(0.0411), "41.1 ms"), (seconds_text(0.00087), "870 us"), (seconds_text(2.3), "2.30 s"),
+        (seconds_text(0.0009996), "1.00 ms"), (seconds_text(0), "0 us"), (seconds_text(0.123456), "123 ms"),
+        (bytes_text(25e6), "25.0 MB"), (bytes_text(999_999), "1.00 MB"), (bytes_text(512), "512 B"),
+        (bytes_text(1.234e9), "1.23 GB"), (share_text(0.0756), "7.6%"), (share_text(0.546), "55%"),
+        (factor_text(3.984), "3.98\N{MULTIPLICATION SIGN}"), (factor_text(None), "\N{EN DASH}"),
+    ],
+)  # fmt: skip
+def test_figures_have_three_digits(text: str, expected: str) -> None:
+    assert text == expected
+
+
+def step_with(*buckets: tuple[float, float], wait: float) -> StepTiming:
+    """A step of 100 ms with a backward from 20 to 80 ms; each bucket is launched and done at the given ms."""
+    timings = tuple(
+        BucketTiming(i, (f"p{i}",), 100, 100, launched / 1e3, launched / 1e3, done / 1e3)
+        for i, (launched, done) in enumerate(buckets)
+    )
+    return StepTiming(0, 0.0, 0.02, 0.08, 0.1, timings, wait / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (step_with((40, 60), (70, 80.5), wait=0.5), "hides behind the backward: waiting takes 500 us of 100 ms"),
+        (step_with((40, 60), (75, 90), wait=10), "except for the last bucket: waiting takes 10.0 ms of 100 ms"),
+        (
+            step_with(*((k, k + 1) for k in range(30, 70, 10)), (78, 90), (79, 90), wait=10),
+            "except for the last 2 buckets",
+        ),
+        (step_with((40, 95), (75, 95.5), wait=16), "except for bucket 0: waiting takes 16.0 ms"),
+        (step_with((40, 84), (70, 86), (78, 89), wait=9), "82% of the communication hides"),
+        (step_with((79, 95), wait=15), "all gradients share one bucket: waiting takes 15.0 ms"),
+        (step_with((79, 88), (80, 95), wait=15), "Little of the communication hides"),
+        (step_with(wait=0), "Replicas trained on their own"),
+    ],
+)
+def test_the_headline_says_what_was_waited_for(step: StepTiming, sentence: str) -> None:
+    assert sentence in headline(step, Summary.of([step], 2), 2)
+
+
+def test_one_rank_has_nobody_to_talk_to() -> None:
+    step = step_with((40, 60), wait=0)
+
+    assert "one rank" in headline(step, Summary.of([step], 1), 1)
+
+
+def test_advice_bounds_the_gain() -> None:
+    step = step_with((40, 60), (75, 90), wait=10)
+
+    text = advice(step, Summary.of([step], 2), 2)
+    assert "at most 10% shorter. The largest part of the step is the backward (60%)" in text
+    assert "smaller buckets" in text
+    quiet = step_with((40, 60), (70, 80.5), wait=0.5)
+    assert "little to gain" in advice(quiet, Summary.of([quiet], 2), 2)
+
+
+def test_a_summary_of_steps() -> None:
+    summary = Summary.of(sample_steps(), 2)
+
+    assert summary.steps == 20
+    assert summary.duration == pytest.approx(0.102)
+    assert summary.exposed == pytest.approx(0.014)
+    assert summary.communication == pytest.approx(0.013 * 2 + 0.022)
+    assert summary.overlap == pytest.approx(1 - 0.014 / 0.048)
+    assert summary.sent_bytes == 3_000_512
+    assert summary.compression == pytest.approx(12_000_000 / 3_000_512)
+    assert summary.error is None
+
+
+# ---------------------------------------------------------------------- drawing
+
+
+@pytest.mark.parametrize(("extent", "ticks"), [(0.041, 5), (1.0, 6), (7e-6, 8), (300.0, 7), (0.0, 1)])
+def test_ticks_are_round_and_few(extent: float, ticks: int) -> None:
+    found = nice_ticks(extent)
+
+    assert found[0] == 0.0
+    assert len(found) == ticks
+    assert all(0 < later <= extent * (1 + 1e-9) for later in found[1:])
+
+
+def test_a_treemap_fills_its_rectangle_in_proportion() -> None:
+    sizes = [6.0, 6, 4, 3, 2, 2, 1]
+    boxes = squarify(sizes, 6.0, 4.0)
+
+    assert [w * h for _, _, w, h in boxes] == pytest.approx(sizes)
+    for i, (x, y, w, h) in enumerate(boxes):
+        assert x >= -1e-9
+        assert x + w <= 6 + 1e-9
+        assert y >= -1e-9
+        assert y + h <= 4 + 1e-9
+        for ox, oy, ow, oh in boxes[i + 1 :]:
+            apart = x + w <= ox + 1e-9 or ox + ow <= x + 1e-9 or y + h <= oy + 1e-9 or oy + oh <= y + 1e-9
+            assert apart
+    assert max(max(w / h, h / w) for _, _, w, h in boxes[:4]) < 2  # the paper's example
+
+
+def test_names_break_behind_dots() -> None:
+    assert wrapped("blocks.11.qkv.weight", 10) == ["blocks.11.", "qkv.weight"]
+    assert wrapped("blocks.11.qkv.weight", 6) == []
+    assert wrapped("weight", 6) == ["weight"]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside() -> None:
+    page = build_report(sample_record())
+    checker = parse(page)
+    text = " ".join(checker.text)
+
+    assert "except for the last bucket: waiting takes 14.0 ms of 102 ms per step" in text
+    for figure in ("3.00 MB", "4.00\N{MULTIPLICATION SIGN}", "Ranks", "buffers", "layer0.weight", "BlockQuantize"):
+        assert figure in text, figure
+    assert not [tag for tag, _ in checker.tags if tag in ("script", "link", "img", "iframe", "object")]
+    addresses = set(re.findall(r"https?://[^\"' <]+", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which nobody fetches
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_names_are_text_wherever_they_come_from() -> None:
+    evil = '<script>alert("1")</script>&\''
+    step = StepTiming(0, 0.0, 0.02, 0.08, 0.1, (BucketTiming(0, (evil,), 100, 100, 0.03, 0.04, 0.09),), 0.01)
+    record = RunRecord(2, 0, 10, facts={evil: evil}, note=evil)
+    record.add([step])
+    record.parameter_bytes = {evil: 100}
+    record.outside_bytes = {evil: 1}
+    page = build_report(record)
+    checker = parse(page)
+
+    assert "<script" not in page
+    assert evil in "".join(checker.text)
+    assert any(evil in (attributes.get("title") or "") for _, attributes in checker.tags)
+
+
+@pytest.mark.parametrize("name", ["none", "one", "no buckets", "many buckets", "nothing lasts", "one rank", "long run"])
+def test_any_record_makes_a_page(name: str) -> None:
+    steps = sample_steps(1)
+    world_size = 2
+    if name == "none":
+        steps = []
+    elif name == "no buckets":
+        steps = [StepTiming(0, 0.0, 0.02, 0.08, 0.1, (), 0.0, (), (("averaging", 10),), 100)]
+    elif name == "many buckets":
+        steps = [step_with(*((30 + i / 10, 40 + i / 10) for i in range(300)), wait=1)]
+    elif name == "nothing lasts":
+        steps = [StepTiming(0, 1.0, 1.0, 1.0, 1.0, (BucketTiming(0, ("p",), 0, 0, 1.0, 1.0, 1.0),), 0.0)]
+    elif name == "one rank":
+        world_size = 1
+    elif name == "long run":
+        steps = sample_steps(1000)
+    record = sample_record(steps, world_size=world_size)
+    text = " ".join(parse(build_report(record)).text)
+
+    assert ("No step was recorded" in text) == (name == "none")
+
+
+def test_only_the_last_steps_are_kept_and_the_page_says_so() -> None:
+    record = RunRecord(2, 0, keep_steps=5)
+    for step in sample_steps(8):
+        record.add([step])
+
+    assert [step.step for step in record.steps] == [3, 4, 5, 6, 7]
+    assert "the last 5 of 8 steps" in build_report(record)
+
+
+def test_the_typical_step_is_the_one_drawn() -> None:
+    steps = sample_steps()
+
+    assert f"Step {median_step(steps).step}," in build_report(sample_record(steps))
+    assert all(a.step < b.step for a, b in pairwise(steps))
