@@ -84,12 +84,15 @@ class BoundHook(ABC):
         casts_itself: whether it sends in ``BindContext.wire_dtype``, so that `Cast` need not cast the bucket for it.
         takes_divided: whether gradients may come divided already (the bucket's divisor is 1 then), which costs
             nothing in the copy into the bucket.
+        carries_tail: whether it sums, and does nothing else, so that a count of the reducer's can travel behind the
+            gradients; see `take_wire`.
     """
 
     name: str = "hook"
     one_at_a_time: bool = False
     casts_itself: bool = False
     takes_divided: bool = False
+    carries_tail: bool = False
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Phases:
@@ -101,6 +104,9 @@ class BoundHook(ABC):
     def group_of(self, name: str, param: Tensor) -> Hashable:
         """Return a key for a parameter; parameters with different keys do not share a bucket."""
         return None
+
+    def take_wire(self, index: int, wire: Tensor) -> None:  # noqa: B027  (for hooks that carry the tail)
+        """Be given, before `reduce`, a bucket's buffer and its tail as one tensor, to be summed in one collective."""
 
     def stats(self) -> dict[str, Any]:
         """Return facts for reports, such as a compression rate; may wait for the device."""

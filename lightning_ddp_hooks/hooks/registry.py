@@ -33,6 +33,9 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
         state, function = pair
         if not callable(function) and callable(state):
             raise TypeError("Expected a pair (state, hook); the callable comes second.")
+        if hasattr(function, "as_comm_hook"):  # a function that stands for a declaration, such as a step in the hook
+            declared: CommHook = function.as_comm_hook(state)
+            return declared
         return TorchHook(hook=function, state=state)
     raise TypeError(
         "Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got "

@@ -113,7 +113,8 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the first parameter."""
-        return self.param_groups[0]["params"][0].device
+        first: Tensor = self.param_groups[0]["params"][0]
+        return first.device
 
     @property
     def join_process_group(self) -> comm.ProcessGroup:

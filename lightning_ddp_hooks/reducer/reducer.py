@@ -403,6 +403,10 @@ class Reducer:
     def _absent(self) -> bool:
         return self._shadowing and not (any(self._engine.used()) or self._trainable.thawed_used)
 
+    def had_gradient(self) -> bool:
+        """Tell whether this rank got a gradient since the last synchronised backward."""
+        return any(self._engine.used())
+
     def set_divisor(self, divisor: float) -> None:
         """Set what sums over ranks are divided by; before the first gradient of a pass comes."""
         if divisor != self.divisor:
@@ -800,6 +804,33 @@ class Reducer:
             ),
         }
 
+    def progress(self) -> tuple[int, int, int]:
+        """Say how far it has come; from any thread, so that it may be out of date.
+
+        Returns:
+            The number of ended passes; of the pass that is open, how many buckets were sent, and how many there are (0
+            while none is open).
+        """
+        engine = self._engine
+        active = engine.active
+        return self.passes, engine.launched if active else 0, len(self._buckets) if active else 0
+
+    def waits_for(self) -> str:
+        """Say which buckets the open pass waits for; from any thread, so that it may be out of date."""
+        names, engine = self._bucket_names, self._engine
+        if not engine.active:
+            return ""
+        seen = [flight for flight in list(self._in_flight) if not isinstance(flight.pending, _EngineSum)]
+        waiting = [flight.index for flight in seen if not _is_done(flight)][:1]
+        if not waiting and self._engine_sums:  # which of those that it launched by itself is not seen here
+            waiting = list(range(engine.launched))
+        parts = []
+        for index in waiting:
+            if index < len(names):
+                shown = ", ".join(map(repr, names[index][:4])) + (", ..." if len(names[index]) > 4 else "")
+                parts.append(f"bucket {index} ({shown})")
+        return "; ".join(parts[:4])
+
     def detach(self) -> None:
         """Undo everything: remove hooks, free buckets and groups. Gradients stay, in memory of their own."""
         if self.detached:
@@ -821,6 +852,13 @@ class Reducer:
             self._comm.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)
+
+
+def _is_done(flight: _InFlight) -> bool:
+    pending = flight.pending
+    if isinstance(pending, comm.Work):
+        return bool(pending.is_completed())
+    return bool(getattr(pending, "finished", False))
 
 
 class _HostNumber:

@@ -1,0 +1,174 @@
+"""Drives sharded or overlapped optimizers through a training run; what a strategy calls, and when.
+
+    setup             OptimizerDriver(...); hook(inner) is what the reducer runs; attach(optimizers) once they exist
+    each step         with stepping(): the closure, its backward with overlapping(); then `optimizer.step` goes on
+    no loss anywhere  take_back()
+    checkpoint        state_dict(optimizer), load_state_dict(optimizer, state)
+    end               close()
+
+All calls are made on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.optim.exchange import ParameterExchange
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook, Surroundings
+from lightning_ddp_hooks.optim.owners import Owners
+from lightning_ddp_hooks.optim.replicas import refuse_diverging
+from lightning_ddp_hooks.optim.state import StateDict
+from lightning_ddp_hooks.optim.step import ShardedStep
+from lightning_ddp_hooks.optim.subset import replace_step
+from lightning_ddp_hooks.optim.surroundings import bucket_bundles
+from lightning_ddp_hooks.reducer.reducer import Reducer
+
+
+class OptimizerDriver:
+    """The optimizers of a training run, stepped in the hook or in two phases.
+
+    Args:
+        settings: what the user declared.
+        reducer: whose buckets carry the gradients.
+
+    Attributes:
+        settings: the same.
+        has_hook: whether `hook` has been asked for.
+    """
+
+    def __init__(self, settings: OptimizerInHook, reducer: Reducer) -> None:
+        self.settings = settings
+        self._reducer: Reducer | None = reducer
+        self._parent = reducer.parent_group
+        self._control_group: comm.ProcessGroup | None = reducer.control_group
+        self._exchange = ParameterExchange(reducer.group) if settings.shard else None
+        self._owners = Owners.everybody()
+        if self._exchange is not None:
+            self._owners = Owners(self._exchange.world_size, self._exchange.rank)
+        self._steps: dict[int, ShardedStep] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._stepping = False
+        self._overlapping = False
+        self.has_hook = False
+
+    # ------------------------------------------------------------------ setup
+
+    def hook(self, inner: CommHook | None) -> CommHook | None:
+        """Return the hook for the reducer: ``inner`` with the optimizer's step behind it, if steps overlap.
+
+        Args:
+            inner: reduces the gradients; None for the plain mean.
+
+        Raises:
+            ValueError: the hook leaves ranks with different gradients, and the optimizer is sharded.
+        """
+        self.has_hook = True
+        if self.settings.shard:
+            refuse_diverging(inner)
+        if not self.settings.overlap:
+            return inner
+        reducer = self._reducer
+        assert reducer is not None
+        surroundings = Surroundings(
+            step=self._step_now, passes=lambda: reducer.passes, had_gradient=reducer.had_gradient
+        )
+        return StepInHook(inner=inner, settings=self.settings, surroundings=surroundings)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the steps of the optimizers; the objects stay what they are.
+
+        Raises:
+            ValueError: an optimizer cannot be stepped in parts or sharded, or there are several and steps overlap.
+        """
+        if self.settings.overlap and len(optimizers) != 1:
+            raise ValueError(
+                f"`OptimizerInHook` steps one optimizer while gradients come, but there are {len(optimizers)}: use "
+                "`OptimizerInHook(shard=True, overlap=False)`."
+            )
+        self._give_back()
+        self._steps.clear()
+        for optimizer in optimizers:
+            step = ShardedStep(optimizer, self._owners, self._exchange, self._bundles)
+            self._undo.append(replace_step(optimizer, step.rest))
+            self._steps[id(optimizer)] = step
+
+    def _give_back(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _bundles(self) -> Sequence[Sequence[Tensor]]:
+        """Return what is to stay together: a bucket's parameters, if one rank is to own them all."""
+        if self._reducer is None or not self.settings.overlap or self.settings.shard_buckets:
+            return ()
+        return bucket_bundles(self._reducer)
+
+    # ------------------------------------------------------------------ each step
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Surround ``optimizer.step(closure)``: backwards under this context lead to a step."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Surround the backward of the loss; others, such as those in ``training_step``, step nothing."""
+        self._overlapping = self._stepping
+        try:
+            yield
+        finally:
+            self._overlapping = False
+
+    def _step_now(self) -> ShardedStep | None:
+        return next(iter(self._steps.values()), None) if self._overlapping else None
+
+    def take_back(self) -> None:
+        """Undo the steps that were made early: no rank had a loss."""
+        for step in self._steps.values():
+            step.take_back()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self, optimizer: Optimizer) -> StateDict:
+        """Return an optimizer's state in plain form, whole on the first rank; collective, also after `close`."""
+        step = self._steps.get(id(optimizer))
+        if step is None:
+            return optimizer.state_dict()
+        if self._control_group is not None:
+            return step.state_dict(self._control_group)
+        group = comm.new_group(self._parent, cpu=True)
+        state = step.state_dict(group)
+        comm.destroy_group(group)
+        return state
+
+    def load_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Take up a state in plain form, whatever the number of ranks that it comes from; keep this rank's part."""
+        step = self._steps.get(id(optimizer))
+        if step is None:
+            optimizer.load_state_dict(dict(state))
+        else:
+            step.load_state_dict(state)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give the optimizers their own ``step`` back and free groups; `state_dict` works on.
+
+        Args:
+            failed: after an error, when other ranks may be stuck: groups are left alone.
+        """
+        self._give_back()
+        if self._exchange is not None and not failed and self._control_group is not None:
+            self._exchange.close()
+        self._reducer = self._control_group = None

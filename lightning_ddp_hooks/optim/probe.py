@@ -1,0 +1,218 @@
+"""Finds out whether an optimizer may be stepped parameter by parameter.
+
+What decides is a trial: two small copies of the optimizer take the same few steps, one on all parameters together and
+one on a parameter at a time. Where an optimizer cannot be copied or uses random numbers, a list of names decides.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks.optim.subset import SubsetStep, numbers_of, values_of
+
+_STEPS = 6
+_GROUPS = 4  # of that many groups two parameters each are tried
+_CROSSES_PARAMETERS = {
+    "Prodigy",
+    "ProdigyPlusScheduleFree",
+    "DAdaptAdaGrad",
+    "DAdaptAdam",
+    "DAdaptAdan",
+    "DAdaptLion",
+    "DAdaptSGD",
+    "DoG",
+    "LDoG",
+    "MADGRAD_DAdapt",
+    "Mechanize",
+}
+_TAKES_A_CLOSURE = {"LBFGS", "SAM", "ASAM", "GSAM", "WSAM", "BSAM", "LookSAM"}
+_WRAPS = {"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer", "ShardedOptimizer", "SWALR", "AveragedModel"}
+
+
+def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> None:
+    """Make sure that an optimizer can be stepped in parts, and learn whether its groups change by stepping.
+
+    Args:
+        optimizer: to be checked; it stays as it is.
+        subset: steps it in parts; is told whether the groups' values advance.
+        sharded: whether ranks are to hold parts of its state.
+
+    Raises:
+        ValueError: it needs a closure, its update of a parameter depends on other parameters, or it is not one
+            optimizer but a wrapper.
+    """
+    name = type(optimizer).__name__
+    if name in _WRAPS or "param_groups" not in vars(optimizer):
+        raise ValueError(
+            f"{name} wraps another optimizer, and cannot be stepped in parts or sharded: give the inner optimizer."
+        )
+    if name in _TAKES_A_CLOSURE or _requires_closure(optimizer):
+        raise ValueError(
+            f"{name} evaluates the loss again within its step, after gradients were reduced: it cannot be stepped in "
+            "parts or sharded. Leave out `optimizer_in_hook` (or ShardedOptimizer) for it."
+        )
+    if sharded and all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        raise ValueError(
+            f"{name} has methods `train` and `eval` that change parameters by its state, which no rank has whole when "
+            "it is sharded: use `OptimizerInHook(shard=False)`, or the optimizer as it is."
+        )
+    crosses = name in _CROSSES_PARAMETERS
+    if not crosses:
+        try:
+            crosses, subset.advances = _try_out(optimizer)
+        except _NoTrialError:
+            return
+    if crosses:
+        raise ValueError(
+            f"{name} cannot be stepped in parts or sharded: its update of a parameter depends on other parameters (a "
+            "norm over all of them, an estimated learning rate, or the like). Leave out `optimizer_in_hook` (or "
+            "ShardedOptimizer) for it, or switch off what couples parameters."
+        )
+
+
+def _requires_closure(optimizer: Optimizer) -> bool:
+    step = inspect.unwrap(type(optimizer).step)
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return any(parameter.name == "closure" and parameter.default is parameter.empty for parameter in parameters)
+
+
+class _NoTrialError(Exception):
+    """The optimizer cannot be tried out; that says nothing about it."""
+
+
+def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
+    """Return whether parameters depend on each other, and whether values of the groups advance."""
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    if first is None:
+        raise _NoTrialError
+    device = first.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = _Trial(optimizer, _all_at_once, seed=1)
+        again = _Trial(optimizer, _all_at_once, seed=2)
+        if whole.differs_from(again):
+            raise _NoTrialError  # it uses random numbers
+        try:
+            apart = _Trial(optimizer, partial(_one_by_one, advances=whole.advances), seed=1)
+        except _NoTrialError:
+            return True, True
+        return whole.differs_from(apart), whole.advances
+
+
+def _all_at_once(clone: Optimizer, params: list[Tensor]) -> None:
+    subset = SubsetStep(clone)
+    subset.notice_groups()
+    subset.run(params, last=True)
+
+
+def _one_by_one(clone: Optimizer, params: list[Tensor], *, advances: bool) -> None:
+    subset = SubsetStep(clone)
+    subset.advances = advances
+    subset.notice_groups()
+    for param in params:
+        subset.run([param], last=False)
+    subset.run([], last=True)
+
+
+class _Trial:
+    """A small copy of an optimizer after a few steps."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, list[Tensor]], None], seed: int) -> None:
+        try:
+            clone, params = _small_copy(optimizer)
+            self.start = [param.detach().clone() for param in params]
+            before = _facts(clone)
+            generator = torch.Generator().manual_seed(0)
+            torch.manual_seed(seed)
+            for number in range(_STEPS):
+                for index, param in enumerate(params):
+                    # Of different sizes over parameters and steps, so that whatever couples parameters shows.
+                    scale = 10.0 ** ((index + number) % 3 - 1)
+                    gradient = torch.randn(param.shape, generator=generator).mul_(scale)
+                    param.grad = gradient.to(param.dtype).to(param.device)
+                step(clone, params)
+        except Exception as error:
+            raise _NoTrialError from error
+        self.end = [param.detach() for param in params]
+        self.values = _facts(clone)
+        self.advances = not _same(before, self.values)
+
+    def differs_from(self, other: _Trial) -> bool:
+        """Tell whether parameters or values differ by more than rounding."""
+        if not _same(self.values, other.values):
+            return True
+        for start, mine, theirs in zip(self.start, self.end, other.end, strict=True):
+            moved = (mine - start).abs().max()
+            rounding = torch.finfo(mine.real.dtype if mine.is_complex() else mine.dtype).eps * start.abs().max()
+            if not (mine - theirs).abs().max() <= 1e-3 * moved + 64 * rounding:
+                return True
+        return False
+
+
+def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
+    """Copy an optimizer with small parameters in the place of its own, and without state."""
+    generator = torch.Generator().manual_seed(1)
+    nothing = torch.nn.Parameter(torch.zeros(0))
+    memo: dict[int, Any] = {id(param): nothing for group in optimizer.param_groups for param in group["params"]}
+    groups: list[dict[str, Any]] = []
+    params: list[Tensor] = []
+    for group in optimizer.param_groups[:_GROUPS]:
+        chosen = [param for param in group["params"] if param.numel()][:2]
+        small = []
+        for param in chosen:
+            values = torch.randn([min(size, 3) for size in param.shape], generator=generator).mul_(1e-2)
+            small.append(torch.nn.Parameter(values.to(param.dtype).to(param.device)))
+            memo[id(param)] = small[-1]
+        if small:
+            own = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
+            if isinstance(own.get("lr"), (int, float)) and own["lr"] == 0:  # a warm-up begins there
+                own["lr"] = 1e-2
+            groups.append({**own, "params": small})
+            params += small
+    clone = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            vars(clone)[name] = OrderedDict()
+        elif name not in ("state", "param_groups", "step"):
+            vars(clone)[name] = copy.deepcopy(value, memo)
+    vars(clone)["state"] = defaultdict(dict)
+    vars(clone)["param_groups"] = groups
+    states: dict[Any, dict[str, Any]] = dict(optimizer.state)
+    for param, entries in states.items():  # some optimizers make their state when they are made
+        if memo.get(id(param), nothing) is not nothing:
+            clone.state[memo[id(param)]] = {
+                name: torch.zeros_like(memo[id(param)])
+                if isinstance(value, Tensor) and value.shape == param.shape and value.dim()
+                else copy.deepcopy(value)
+                for name, value in entries.items()
+            }
+    return clone, params
+
+
+def _facts(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [numbers_of(optimizer), *(values_of(group) for group in optimizer.param_groups)]
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-5, equal_nan=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-6 * max(abs(one), abs(other)) or one != one
+    try:
+        return bool(one == other)
+    except Exception:
+        return True

@@ -1,0 +1,83 @@
+"""Sharded optimizer state, into the plain form that an unsharded optimizer has, and out of it.
+
+That form is ``Optimizer.state_dict()``: ``{"state": {position of a parameter: {...}}, "param_groups": [...]}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import comm
+
+StateDict = dict[str, Any]
+
+
+def gathered_state(
+    optimizer: Optimizer, owned: Callable[[Tensor], bool], control_group: comm.ProcessGroup, to: int = 0
+) -> StateDict:
+    """Gather an optimizer's state on one rank's host, one owner after the other; collective.
+
+    Args:
+        optimizer: of which each rank has its part.
+        owned: tells whether this rank is the one to send a parameter's state; one rank says so of each.
+        control_group: a CPU group over the ranks.
+        to: the rank that gets it.
+
+    Returns:
+        On rank ``to`` the whole state in plain form, its tensors on the CPU; elsewhere the form without state.
+    """
+    plain = optimizer.state_dict()
+    own = part_of(plain, optimizer, owned)
+    if comm.rank(control_group) != to:  # what belongs to no parameter is the same everywhere
+        own = {key: value for key, value in own.items() if isinstance(key, int)}
+    whole: dict[Any, Any] = {}
+    for rank in range(comm.world_size(control_group)):
+        here = rank == comm.rank(control_group)
+        part = on_host(own) if here else None
+        if rank != to:
+            part = comm.broadcast_object(part, control_group, rank)
+        if comm.rank(control_group) == to:
+            whole.update(part or {})
+    return {**plain, "state": {key: whole[key] for key in sorted(whole, key=_by_position)}}
+
+
+def part_of(plain: Mapping[str, Any], optimizer: Optimizer, wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
+    """Return the state of the wanted parameters, and what belongs to no parameter, by their keys in plain form."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {
+        key: value
+        for key, value in plain["state"].items()
+        if not isinstance(key, int) or (key < len(params) and wanted(params[key]))
+    }
+
+
+def on_host(value: Any) -> Any:
+    """Copy whatever tensors there are, to the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_cpu else value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: on_host(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_host, value))
+    return value
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return how many bytes of state an optimizer holds on this rank."""
+    return sum(value.nbytes for entries in optimizer.state.values() for value in _tensors(entries))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for entry in value for tensor in _tensors(entry)] if isinstance(value, (list, tuple)) else []
+
+
+def _by_position(key: Any) -> tuple[bool, Any]:
+    return (not isinstance(key, int), key if isinstance(key, int) else str(key))

@@ -1,0 +1,149 @@
+"""Steps some of an optimizer's parameters, with the optimizer's own ``step``.
+
+An optimizer whose update of a parameter depends only on that parameter, its state and its group's values does the same
+whether it sees all parameters at once or some now and the others later. So for the time of a call its groups hold the
+wanted parameters only.
+
+[Note: one step in several calls] What belongs to the step and not to a parameter (a counter or a schedule in
+``param_groups``, a number among the optimizer's attributes) must move on once for each step. So all calls but the last
+one leave such values as they found them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import _compat
+
+
+class SubsetStep:
+    """An optimizer that can be stepped in parts.
+
+    Args:
+        optimizer: whose ``step`` is used, below its step hooks and what a scheduler of learning rates has put on it.
+
+    Attributes:
+        advances: whether values of the groups (or numbers among its attributes) change by stepping.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.advances = True
+        self._step = _compat.unhooked_step(optimizer)
+        self._lengths: list[int] = []
+        self._group_of: dict[Tensor, int] = {}
+
+    def notice_groups(self) -> None:
+        """Look for groups that were added; before a step."""
+        groups = self.optimizer.param_groups
+        lengths = [len(group["params"]) for group in groups]
+        if lengths != self._lengths:
+            self._lengths = lengths
+            self._group_of = {p: position for position, group in enumerate(groups) for p in group["params"]}
+
+    def has(self, param: Tensor) -> bool:
+        """Tell whether the parameter is one of the optimizer's."""
+        return param in self._group_of
+
+    @torch.no_grad()
+    def run(self, params: Iterable[Tensor], *, last: bool, arguments: Mapping[str, Any] | None = None) -> None:
+        """Step the parameters; see [Note: one step in several calls].
+
+        Args:
+            params: those to step now; the optimizer has them all.
+            last: whether this is the last call of the step.
+            arguments: for the optimizer's ``step``.
+        """
+        groups = self.optimizer.param_groups
+        parts: dict[int, list[Tensor]] = {}
+        for param in params:
+            parts.setdefault(self._group_of[param], []).append(param)
+        if last and self.advances:
+            for position in range(len(groups)):
+                parts.setdefault(position, [])
+        if not parts:
+            return
+        chosen = [groups[position] for position in sorted(parts)]
+        whole = [group["params"] for group in chosen]
+        before = _Values(self.optimizer, chosen) if self.advances and not last else None
+        try:
+            for position, group in zip(sorted(parts), chosen, strict=True):
+                group["params"] = parts[position]
+            self.optimizer.param_groups = chosen
+            with _compat.span("ldh::optimizer_step"):
+                self._step(self.optimizer, **(arguments or {}))
+        finally:
+            self.optimizer.param_groups = groups
+            for group, every in zip(chosen, whole, strict=True):
+                group["params"] = every
+        if before is not None:
+            before.restore()
+
+
+class _Values:
+    """What the groups and the optimizer hold beside parameters."""
+
+    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self._numbers = numbers_of(optimizer)
+        self._groups = [(group, values_of(group)) for group in groups]
+
+    def restore(self) -> None:
+        for name in numbers_of(self._optimizer).keys() - self._numbers.keys():
+            delattr(self._optimizer, name)
+        vars(self._optimizer).update(self._numbers)
+        for group, values in self._groups:
+            for name in group.keys() - values.keys() - {"params"}:
+                del group[name]
+            for name, value in values.items():
+                if isinstance(value, Tensor) and isinstance(group[name], Tensor):
+                    group[name].copy_(value)  # others may hold the tensor itself, such as a captured graph
+                else:
+                    group[name] = value
+
+
+def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's values without its parameters; tensors are copied."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return those attributes of an optimizer that are numbers, or True or False."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}
+
+
+def replace_step(optimizer: Optimizer, update: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
+    """Have ``optimizer.step(closure)`` run the closure and then ``update``; return what undoes it.
+
+    Step hooks fire around the whole, once for each step; schedulers of learning rates see that a step was made.
+
+    Args:
+        optimizer: whose ``step`` is replaced.
+        update: is given the keyword arguments of ``step`` beside the closure.
+
+    Raises:
+        ValueError: somebody else has replaced ``step`` of this object.
+    """
+
+    def step(_: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        update(arguments)
+        return loss
+
+    if not _compat.may_replace_step(optimizer):
+        raise ValueError(
+            f"`step` of this {type(optimizer).__name__} has been replaced on the object itself, so that parts of it "
+            "cannot be stepped: put what it does into a subclass, or into hooks made by `register_step_pre_hook` and "
+            "`register_step_post_hook`."
+        )
+    return _compat.replace_step(optimizer, step)

@@ -1,0 +1,326 @@
+"""The parts of a sharded optimizer, each alone: partition, owners, steps in parts, the trial, settings."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from optim_case import OPTIMIZERS, Lion, assert_bitwise, groups_of, loss_of, make_model, values
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks.hooks import (
+    BlockQuantize,
+    Cast,
+    Noop,
+    PerParameter,
+    PostLocalSGD,
+    PowerSGD,
+    Rule,
+    TorchHook,
+    noop_hook,
+    post_local_sgd_hook,
+)
+from lightning_ddp_hooks.hooks.compose import Schedule, Stage
+from lightning_ddp_hooks.optim import OptimizerInHook, PostLocalSGDOptimizer
+from lightning_ddp_hooks.optim.owners import Owners
+from lightning_ddp_hooks.optim.partition import partition
+from lightning_ddp_hooks.optim.probe import check_fit
+from lightning_ddp_hooks.optim.replicas import refuse_diverging
+from lightning_ddp_hooks.optim.subset import SubsetStep, replace_step
+
+# ---------------------------------------------------------------------- partition
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
+def test_a_partition_is_balanced(sizes: list[int], world_size: int) -> None:
+    ranks = partition(sizes, [0] * world_size)
+    loads = [sum(size for size, rank in zip(sizes, ranks, strict=True) if rank == r) for r in range(world_size)]
+    least = max(max(sizes, default=0), -(-sum(sizes) // world_size))  # no partition has a lighter heaviest rank
+    assert max(loads) <= least * (4 / 3) + 1000 / 3
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert ranks == partition(list(sizes), [0] * world_size)
+
+
+def test_a_partition_counts_what_ranks_carry_already() -> None:
+    assert partition([1, 1, 5], loads=[6, 0, 5]) == [1, 2, 1]
+    assert partition([], loads=[0]) == []
+
+
+def test_owners_stay_and_bundles_stay_together() -> None:
+    params = [torch.zeros(size) for size in (8, 4, 2, 1)]
+    owners = Owners(2, rank=1)
+
+    fresh = owners.assign([params[:1], params[1:3]])
+    assert [owners.of(p) for p in params[:3]] == [0, 1, 1]
+    assert all(one is other for one, other in zip(fresh, params[:3], strict=True))
+    assert not owners.knows(params[3])
+    assert [owners.owns(p) for p in params[:3]] == [False, True, True]
+
+    assert owners.assign([params])[0] is params[3]
+    assert [owners.of(p) for p in params] == [0, 1, 1, 1]
+    assert Owners.everybody().assign([params]) == []
+    assert Owners.everybody().owns(params[0])
+
+
+# ---------------------------------------------------------------------- steps in parts
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
+    whole, parts = make_model(), make_model()
+    optimizer, other = OPTIMIZERS[name](groups_of(whole)), OPTIMIZERS[name](groups_of(parts))
+    subset = SubsetStep(other)
+    for step in range(5):
+        for model in (whole, parts):
+            model.zero_grad()
+            loss_of(model, step, rank=0).backward()
+        optimizer.step()
+        subset.notice_groups()
+        params = list(parts.parameters())
+        for first in range(0, 9, 3):
+            subset.run(params[first : first + 3], last=False)
+        subset.run(params[9:], last=True)
+    assert_bitwise(values(parts), values(whole))
+    for group, expected in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in expected.items() if k != "params"}
+        assert len(group["params"]) == len(expected["params"])
+
+
+def test_an_error_in_a_part_leaves_the_groups_whole() -> None:
+    optimizer = torch.optim.SGD(groups_of(make_model()), lr=0.1)
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    subset = SubsetStep(optimizer)
+    subset.notice_groups()
+    with pytest.raises(TypeError):
+        subset.run(before[0][:1], last=False, arguments={"nonsense": 1})
+    after = [group["params"] for group in optimizer.param_groups]
+    assert [list(map(id, part)) for part in after] == [list(map(id, part)) for part in before]
+
+
+def test_a_replaced_step_runs_closure_and_hooks_once_and_satisfies_schedulers() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    original = vars(optimizer)["step"]
+
+    undo = replace_step(optimizer, lambda arguments: calls.append(f"update {dict(arguments)}"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        return model(torch.ones(1, 2)).sum().square()  # type: ignore[no-any-return]
+
+    loss = optimizer.step(closure)
+    assert isinstance(loss, Tensor)
+    assert loss.requires_grad
+    assert calls == ["pre", "closure", "update {}", "post"]
+    schedule.step()  # warns unless it sees that a step was made
+    torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+    undo()
+    assert vars(optimizer)["step"] is original
+
+
+def test_a_step_that_somebody_else_has_replaced_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match="`step` of this SGD has been replaced"):
+        replace_step(optimizer, lambda arguments: None)
+
+
+# ---------------------------------------------------------------------- the trial
+
+
+class _Each(Optimizer):
+    """Base of optimizers that are made for a test: `update` is their rule."""
+
+    def __init__(self, params: Any, lr: float = 0.01, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        params = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        factor = self.factor([p for _, p in params])
+        for group, param in params:
+            param.sub_(self.direction(param) * (group["lr"] * factor))
+
+    def factor(self, params: list[Tensor]) -> Any:
+        return 1.0
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        return param.grad
+
+
+class ClipsGlobally(_Each):
+    """As LAMB does in some packages, with ``max_grad_norm``."""
+
+    def factor(self, params: list[Tensor]) -> Any:
+        norm = torch.stack([p.grad.norm() for p in params]).norm()  # type: ignore[union-attr]
+        return 1.0 / max(1.0, float(norm))
+
+
+class Estimates(_Each):
+    """Learns a rate from all parameters, and keeps it in the groups, as Prodigy and D-Adaptation do."""
+
+    def factor(self, params: list[Tensor]) -> Any:
+        for group in self.param_groups:
+            group["d"] = group.get("d", 1e-3) + 1e-3 * float(sum(p.grad.abs().sum() for p in params))  # type: ignore
+        return self.param_groups[0]["d"] if self.param_groups else 1.0
+
+
+class Noisy(_Each):
+    def direction(self, param: Tensor) -> Tensor:
+        return torch.randn_like(param)
+
+
+class Uncopyable(_Each):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.lock = (entry for entry in ())  # generators cannot be copied
+
+
+class Prodigy(Uncopyable):
+    pass
+
+
+class CountsSteps(_Each):
+    """Keeps its counter among its own attributes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = 0
+
+    def factor(self, params: list[Tensor]) -> Any:
+        self.count += 1
+        return 1.0 / self.count
+
+
+class MakesItsCounter(_Each):
+    """Puts a counter into its groups, and a flag on itself, in its first step."""
+
+    def factor(self, params: list[Tensor]) -> Any:
+        self.warm = hasattr(self, "warm")
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return (2.0 if self.warm else 1.0) / self.param_groups[0]["k"]
+
+
+class WithEvaluation(_Each):
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+def _fit(make: Callable[[Any], Optimizer], *, sharded: bool = True) -> SubsetStep:
+    optimizer = make(groups_of(make_model()))
+    before = copy.deepcopy(optimizer.state_dict())
+    random = torch.get_rng_state()
+    subset = SubsetStep(optimizer)
+    check_fit(optimizer, subset, sharded=sharded)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["state"].keys() == before["state"].keys()
+    return subset
+
+
+ADVANCING = {"lion": Lion, "counts": CountsSteps, "makes its counter": MakesItsCounter}
+TORCH = {
+    name: (lambda params, cls=cls: cls(params, lr=0.01))
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type)
+    and issubclass(cls, Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_torchs_optimizers_pass(name: str) -> None:
+    assert _fit(TORCH[name]).advances is False
+
+
+@pytest.mark.parametrize("make", [Noisy, Uncopyable, WithEvaluation], ids=lambda make: make.__name__)
+def test_an_optimizer_that_cannot_be_tried_or_is_fine_passes(make: Any) -> None:
+    _fit(make, sharded=False)
+
+
+@pytest.mark.parametrize("name", ADVANCING)
+def test_the_trial_notices_values_that_advance(name: str) -> None:
+    assert _fit(ADVANCING[name]).advances
+
+
+def test_a_warm_up_from_zero_and_muon_pass() -> None:
+    _fit(lambda params: torch.optim.Adam(params, lr=0.0))
+    model = make_model()
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    check_fit(optimizer, SubsetStep(optimizer), sharded=True)
+
+
+CROSSING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "LBFGS": (lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]]), "LBFGS evaluates the loss"),
+    "global clipping": (ClipsGlobally, "ClipsGlobally cannot be stepped in parts or sharded: its update of a param"),
+    "estimated rate": (Estimates, "Estimates cannot be stepped in parts"),
+    "known by name": (Prodigy, "Prodigy cannot be stepped in parts"),
+    "train and eval": (WithEvaluation, "WithEvaluation has methods `train` and `eval`"),
+}
+
+
+@pytest.mark.parametrize("name", CROSSING)
+def test_what_cannot_be_stepped_in_parts_is_refused_by_name(name: str) -> None:
+    make, message = CROSSING[name]
+    with pytest.raises(ValueError, match=message):
+        _fit(make)
+
+
+def test_a_wrapper_is_refused() -> None:
+    wrapper = object.__new__(PostLocalSGDOptimizer)
+    wrapper.optim = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(ValueError, match="PostLocalSGDOptimizer wraps another optimizer"):
+        check_fit(wrapper, SubsetStep(wrapper), sharded=True)
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"shard": "yes"}, TypeError, "Expected True or False for `shard`, got 'yes'"),
+        ({"interleaved": 1}, TypeError, "Expected True or False for `interleaved`"),
+        ({"shard_buckets": True}, ValueError, "`shard_buckets=True` divides buckets .* needs `shard=True`"),
+        ({"overlap": False}, ValueError, "leave `optimizer_in_hook` out"),
+        ({"shard": True, "overlap": False, "interleaved": False}, ValueError, "`interleaved=False` says how"),
+        ({"shard": True, "overlap": False, "shard_buckets": True}, ValueError, "`shard_buckets=True` says how"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OptimizerInHook(**settings)
+
+
+DIVERGING = {
+    "PostLocalSGD": PostLocalSGD(start_local_sgd_iter=3, subgroup_size=1),
+    "Noop": Cast(Noop(), torch.bfloat16),
+    "noop_hook": TorchHook(hook=noop_hook),
+    "post_local_sgd_hook": PerParameter([Rule((None, post_local_sgd_hook), ndim=2)], default=None),
+    "PostLocalSGD in a schedule": Schedule([Stage(0, None), Stage(5, "post_local_sgd")]),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_hooks_that_leave_ranks_apart_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Communication hook {name.split(' ', 1)[0]} leaves ranks with different"):
+        refuse_diverging(DIVERGING[name])
+
+
+def test_other_hooks_are_not() -> None:
+    for hook in (None, PowerSGD(rank=1), Cast(BlockQuantize(), "float16"), Schedule([Stage(0, "bf16")])):
+        refuse_diverging(hook)
