@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+from lightning_ddp_hooks.cli import advise, bench, doctor
 from lightning_ddp_hooks.reducer.native import build
 
 
@@ -30,6 +32,9 @@ def _build_native(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_ddp_hooks", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    advise.add_parser(commands)
+    bench.add_parser(commands)
+    doctor.add_parser(commands)
     command = commands.add_parser(
         "build-native",
         help="compile the native reducer",
@@ -42,9 +47,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status: 2 for a wrong command line, as argparse has it."""
     args = _parser().parse_args(argv)
-    status: int = args.run(args)
+    # What is named on a command line is looked for where it is given, also when a script starts this module.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        status: int = args.run(args)
+    except ValueError as error:
+        print(f"python -m lightning_ddp_hooks: error: {error}", file=sys.stderr)
+        return 2
     return status
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, ProcessGroup
+from torch._C._distributed_c10d import GradBucket, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.autograd import grad_mode, profiler
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.profiler import record_function
@@ -265,6 +265,31 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def default_store() -> Store:
+    """Return the store through which the ranks of the default process group have met."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def second_connection(store: Store) -> Store:
+    """Return a store that has the keys of ``store`` and a connection of its own."""
+    return store.clone()
+
+
+def store_host(store: Store) -> str:
+    """Return the address of a TCPStore, below any prefixes; the kind of another store."""
+    base = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
+    return f"{base.host}:{base.port}" if isinstance(base, TCPStore) else type(base).__name__
+
+
+def process_groups() -> list[ProcessGroup]:
+    """Return all process groups that this process has made and not destroyed."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

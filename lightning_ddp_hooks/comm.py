@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lightning_ddp_hooks.traffic import Collective, Tally, Traffic, sent_by_rank
 ProcessGroup = dist.ProcessGroup
 DEFAULT_TIMEOUT: timedelta = dist.default_pg_timeout
 Work = dist.Work
+Store = dist.Store
 
 
 def is_initialized() -> bool:
@@ -109,6 +110,11 @@ def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | N
     return _make(global_ranks(parent), "gloo" if cpu else backend_name(parent), timeout or timeout_of(parent))
 
 
+def group_name(group: ProcessGroup) -> str:
+    """Return the name that torch has given the group, the same on all its ranks and used once."""
+    return str(group.group_name)
+
+
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return how long a collective of the group may take."""
     return _compat.group_timeout(group) or DEFAULT_TIMEOUT
@@ -177,6 +183,46 @@ def solo_group() -> ProcessGroup:
     """Make a group of this process alone, without asking anybody."""
     world = resolve_group(None)
     return _make([dist.get_rank()], backend_name(world), timeout_of(world))
+
+
+def connect_store(prefix: str, timeout: timedelta) -> Store:
+    """Connect once more to the store through which the ranks have met; for threads, which must not share a connection.
+
+    Args:
+        prefix: put before all keys.
+        timeout: how long a call may wait for a key.
+    """
+    store = _compat.second_connection(_compat.default_store())
+    store.set_timeout(timeout)
+    return dist.PrefixStore(prefix, store)
+
+
+def store_host() -> str:
+    """Return where the store is through which the ranks have met, in words."""
+    return _compat.store_host(_compat.default_store())
+
+
+def abort_groups() -> None:
+    """Make collectives of this process fail, also those that other threads wait in; from any thread. Not gloo's."""
+    for group in _compat.process_groups():
+        with suppress(RuntimeError):  # one that does not know how
+            group.abort()
+
+
+# gloo raises plain RuntimeErrors.
+_COLLECTIVE_ERRORS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Operation timed out")
+
+
+def is_collective_error(error: BaseException | None) -> bool:
+    """Tell whether a collective or the store failed, or whether an error was raised because of that."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(part in text for part in _COLLECTIVE_ERRORS):
+            return True
+        error = error.__cause__
+    return False
 
 
 def destroy_group(group: ProcessGroup) -> None:

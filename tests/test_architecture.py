@@ -20,7 +20,7 @@ LAYERS = [
     ["join"],
     ["averaging"],
     ["hooks"],
-    ["reducer"],
+    ["reducer", "health"],
     ["monitor"],
     ["comm"],
     ["traffic"],

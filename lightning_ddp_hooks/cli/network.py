@@ -1,0 +1,125 @@
+"""The network that the command line is asked about: from its options, or measured between the ranks that run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.monitor.link_model import (
+    ALGORITHMS,
+    Link,
+    Network,
+    link_of_ring,
+    parse_bandwidth,
+    parse_latency,
+)
+from lightning_ddp_hooks.monitor.timeline import median
+
+_SMALL, _LARGE = 1 << 10, 8 << 20
+_REPEATS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a network."""
+    group = parser.add_argument_group("the network")
+    group.add_argument("--bandwidth", type=_argument(parse_bandwidth), metavar="RATE",
+                       help="of a host's link in each direction, such as 1gbit, 100mbit or 12.5GB/s")  # fmt: skip
+    group.add_argument("--latency", type=_argument(parse_latency), metavar="TIME",
+                       help="of a message between hosts, such as 50us or 0.1ms (default: 0.1ms)")  # fmt: skip
+    group.add_argument("--measure-link", action="store_true",
+                       help="measure it between the ranks of this run instead; start them with torchrun")  # fmt: skip
+    group.add_argument(
+        "--ranks-per-host", type=int, default=1, metavar="N", help="ranks that share a link (default: 1)"
+    )
+    group.add_argument("--inner-bandwidth", type=_argument(parse_bandwidth), metavar="RATE",
+                       help="between the ranks of a host (default: 20GB/s)")  # fmt: skip
+    group.add_argument("--inner-latency", type=_argument(parse_latency), metavar="TIME",
+                       help="between the ranks of a host (default: 10us)")  # fmt: skip
+    group.add_argument("--algorithm", choices=ALGORITHMS, default="ring",
+                       help="of all-reduces: gloo's is a ring, NCCL chooses (default: ring)")  # fmt: skip
+
+
+def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Let argparse show the parser's own message."""
+
+    def convert(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def network_of(args: argparse.Namespace, world_size: int, measured: Link | None) -> Network:
+    """Return what the options describe.
+
+    Raises:
+        ValueError: options that contradict each other, or too few of them.
+    """
+    if measured is None and args.bandwidth is None:
+        raise ValueError("Describe the network by --bandwidth (and --latency), or start the ranks with torchrun and "
+                         "give --measure-link.")  # fmt: skip
+    if measured is not None and (args.bandwidth is not None or args.latency is not None):
+        raise ValueError("Set --measure-link or --bandwidth and --latency, not both.")
+    if args.ranks_per_host == 1 and (args.inner_bandwidth is not None or args.inner_latency is not None):
+        raise ValueError("--inner-bandwidth and --inner-latency need --ranks-per-host of 2 or more.")
+    if args.algorithm == "hierarchical" and args.ranks_per_host == 1:
+        raise ValueError("--algorithm hierarchical needs --ranks-per-host of 2 or more.")
+    if world_size % args.ranks_per_host:
+        raise ValueError(f"--world-size {world_size} is not divided by --ranks-per-host {args.ranks_per_host}.")
+    link = measured or Link(latency=1e-4 if args.latency is None else args.latency, bandwidth=args.bandwidth)
+    inner = None
+    if args.ranks_per_host > 1:
+        inner = Link(latency=args.inner_latency or 1e-5, bandwidth=args.inner_bandwidth or 2e10)
+    return Network(link=link, ranks_per_host=args.ranks_per_host, inner=inner, algorithm=args.algorithm)
+
+
+def measure_link(group: comm.ProcessGroup, device: torch.device) -> Link:
+    """Time small and large all-reduces over the ranks of a group; collective, all get the same answer.
+
+    The link is the one that a ring would have; where a backend does something else, it is the ring that is as fast.
+    """
+    control = comm.new_group(group, cpu=True)
+    try:
+        times = [_seconds(group, nbytes, device) for nbytes in (_SMALL, _LARGE)]
+        everyone = comm.all_gather_object(times, control)
+    finally:
+        comm.destroy_group(control)
+    small, large = (max(column) for column in zip(*everyone, strict=True))
+    return link_of_ring((_SMALL, small), (_LARGE, large), comm.world_size(group))
+
+
+def _seconds(group: comm.ProcessGroup, nbytes: int, device: torch.device) -> float:
+    buffer = torch.zeros(nbytes // 4, device=device)
+    times = []
+    for _ in range(1 + _REPEATS):  # the first call opens connections
+        comm.barrier(group)
+        begin = time.perf_counter()
+        comm.all_reduce(buffer, group).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return median(times[1:])
+
+
+@contextmanager
+def world(device: torch.device) -> Iterator[comm.ProcessGroup]:
+    """Join the ranks that torchrun has started.
+
+    Raises:
+        ValueError: this process was not started by torchrun.
+    """
+    joined = not comm.is_initialized()
+    if joined:
+        comm.join_world(device)
+    try:
+        yield comm.resolve_group(None)
+    finally:
+        if joined:
+            comm.leave_world()

@@ -1,0 +1,169 @@
+"""From predicted steps to advice: which hook to take, in words and as a table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning_ddp_hooks.monitor.cost_model import Prediction
+
+Change = Literal["none", "rounding", "approximation", "local"]
+"""What a way to communicate changes about the maths, from nothing to another training algorithm."""
+
+CHANGES: tuple[Change, ...] = ("none", "rounding", "approximation", "local")
+
+_WORTH: dict[Change, float] = {"none": 0.0, "rounding": 0.05, "approximation": 0.20, "local": 0.25}
+"""By how much a step must become shorter for the change to be worth it; predictions are off by several percent."""
+
+_WORTH_SECONDS = 1e-3
+"""Likewise in seconds: what starting and scheduling a few more collectives costs is not in the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to communicate, with its prediction.
+
+    Attributes:
+        name: as on the command line.
+        change: how much of the maths it changes.
+        effect: the same in words.
+        yaml: what goes under ``trainer:``.
+        bucket_cap_mb: the bucket size with which it is fastest; None where there are no buckets.
+        memory: bytes that it keeps.
+        predicted: its step.
+    """
+
+    name: str
+    change: Change
+    effect: str
+    yaml: str
+    bucket_cap_mb: float | None
+    memory: int
+    predicted: Prediction
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the option as numbers and strings."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take.
+
+    Attributes:
+        option: the recommended one.
+        because: why, in sentences.
+        beyond: the fastest option that changes more than was accepted, if it is worth it.
+    """
+
+    option: Option
+    because: str
+    beyond: Option | None
+
+
+def advise(options: Sequence[Option], accept: Change = "rounding") -> Advice:
+    """Choose the mildest option that is about as fast as any that is accepted.
+
+    The mean in full precision is the starting point. An option that changes more takes its place only if its step is
+    shorter by enough: 5% for rounding, 20% for approximation with error feedback, 25% for local training, and in any
+    case a millisecond.
+
+    Args:
+        options: with at least one that changes nothing.
+        accept: the largest change that may be recommended.
+
+    Raises:
+        ValueError: no option that changes nothing, or an unknown change.
+    """
+    if accept not in CHANGES:
+        raise ValueError(f"Expected a change of {', '.join(CHANGES)}, got {accept!r}.")
+    exact = [option for option in options if option.change == "none"]
+    if not exact:
+        raise ValueError("Expected at least one option that changes nothing.")
+    plain = _fastest(exact)
+    chosen = plain
+    beyond: Option | None = None
+    for change in CHANGES[1:]:
+        milder = chosen if beyond is None else beyond
+        rivals = [option for option in options if option.change == change]
+        if not rivals:
+            continue
+        rival = _fastest(rivals)
+        saved = milder.predicted.step - rival.predicted.step
+        if saved < max(_WORTH[change] * milder.predicted.step, _WORTH_SECONDS):
+            continue
+        if CHANGES.index(change) <= CHANGES.index(accept):
+            chosen = rival
+        else:
+            beyond = rival
+    return Advice(chosen, _because(plain, chosen), beyond)
+
+
+def _fastest(options: Sequence[Option]) -> Option:
+    return min(options, key=lambda option: option.predicted.step)
+
+
+def _because(plain: Option, chosen: Option) -> str:
+    waiting = plain.predicted.exposed / plain.predicted.step
+    if chosen is plain:
+        text = f"The plain mean waits {ms_text(plain.predicted.exposed)} of {ms_text(plain.predicted.step)} ms"
+        if waiting < 0.05:
+            return f"{text}: there is next to nothing to gain. Plain all-reduce is best; change nothing."
+        return f"{text}, but none of the accepted options saves enough of it. Plain all-reduce is best."
+    return (
+        f"A step takes {ms_text(chosen.predicted.step)} instead of {ms_text(plain.predicted.step)} ms with the plain "
+        f"mean, which waits {waiting:.0%} of the time for the network."
+    )
+
+
+def ms_text(seconds: float) -> str:
+    """Return milliseconds with three digits that mean something."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def mb_text(nbytes: float) -> str:
+    """Return megabytes with three digits that mean something."""
+    mb = nbytes / 1e6
+    return f"{mb:.0f}" if mb >= 100 else f"{mb:.1f}" if mb >= 10 else f"{mb:.2f}" if mb >= 0.1 else f"{mb:.3f}"
+
+
+def table(options: Sequence[Option]) -> str:
+    """Lay the options out in aligned columns, fastest first."""
+    header = ("hook", "step ms", "of mean", "waits ms", "hook ms", "sent MB", "memory MB", "buckets MB",
+              "what it changes")  # fmt: skip
+    plain = _fastest([option for option in options if option.change == "none"] or list(options))
+    rows = [
+        (
+            option.name,
+            ms_text(option.predicted.step),
+            f"{option.predicted.step / plain.predicted.step:.2f}",
+            ms_text(option.predicted.exposed),
+            ms_text(option.predicted.hook),
+            mb_text(option.predicted.sent),
+            mb_text(option.memory),
+            "" if option.bucket_cap_mb is None else f"{option.bucket_cap_mb:g}",
+            option.effect,
+        )
+        for option in sorted(options, key=lambda option: option.predicted.step)
+    ]
+    return align([header, *rows], right=range(1, 8))
+
+
+def align(rows: Sequence[Sequence[str]], right: Sequence[int] | range = ()) -> str:
+    """Lay rows out in columns, a rule under the first one.
+
+    Args:
+        rows: of equal length; the first one is the header.
+        right: the columns that are flush right.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(rows[0]), "  ".join("-" * width for width in widths), *map(line, rows[1:])])

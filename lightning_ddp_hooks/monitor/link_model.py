@@ -1,0 +1,192 @@
+"""How long a collective takes on a link: latency and bandwidth, and what each algorithm makes of them. Pure.
+
+With n ranks, S bytes put in by each rank, a latency of a seconds for each message and a bandwidth of B bytes per second
+and direction:
+
+=============== ================ ===================================================================================
+collective      algorithm        seconds
+=============== ================ ===================================================================================
+all-reduce      ring             ``2 (n - 1) (a + S / (n B))``
+all-reduce      tree             ``2 ceil(log2 n) a + 2 S / B``: two binary trees, pipelined; Sanders, Speck, Träff,
+                                 "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009
+all-reduce      hierarchical     reduce-scatter within each host, ring among the hosts, all-gather within each host
+reduce-scatter  ring             ``(n - 1) (a + S / (n B))``
+all-gather      ring             ``(n - 1) (a + S / B)``
+all-to-all      direct           ``a + (n - 1) S / (n B)``: all messages are under way at once
+broadcast       binomial tree    ``ceil(log2 n) (a + S / B)``
+gather          direct           ``a + (n - 1) S / B``
+=============== ================ ===================================================================================
+
+That is the model of Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
+It knows nothing of contention between switches, of lost packets, or of ranks that come late.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_ddp_hooks.traffic import Collective
+
+Algorithm = Literal["ring", "tree", "hierarchical"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a rank, or a host, has towards the others.
+
+    Attributes:
+        latency: seconds until an empty message has arrived, with what software takes for it.
+        bandwidth: bytes per second in each direction.
+
+    Raises:
+        ValueError: a negative latency, or no bandwidth.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"Expected a latency of at least 0 seconds, got {self.latency}.")
+        if not self.bandwidth > 0:
+            raise ValueError(f"Expected a bandwidth above 0 bytes per second, got {self.bandwidth}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Links between hosts, and within them.
+
+    Attributes:
+        link: of each host towards the others; its ranks share it.
+        ranks_per_host: how many ranks share a host. A site of many machines is a host too, in this sense.
+        inner: between the ranks of one host; needed if there are several.
+        algorithm: of all-reduces. ``"hierarchical"`` makes use of ``inner``; the others are as fast as the slowest link
+            that they cross.
+
+    Raises:
+        ValueError: several ranks on a host, and no link between them.
+    """
+
+    link: Link
+    ranks_per_host: int = 1
+    inner: Link | None = None
+    algorithm: Algorithm = "ring"
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together."""
+        if self.ranks_per_host < 1:
+            raise ValueError(f"Expected at least one rank per host, got {self.ranks_per_host}.")
+        if self.ranks_per_host > 1 and self.inner is None:
+            raise ValueError(f"Expected `inner`, the link between the {self.ranks_per_host} ranks of a host.")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"Expected an algorithm of {', '.join(ALGORITHMS)}, got {self.algorithm!r}.")
+
+    def seconds(self, collective: Collective, nbytes: float, world_size: int) -> float:
+        """Return how long a collective takes whose link nothing else uses.
+
+        Args:
+            collective: which.
+            nbytes: what each rank puts in.
+            world_size: number of ranks; those of one host are neighbours.
+
+        Raises:
+            ValueError: the hosts are not full.
+        """
+        n, k = world_size, min(self.ranks_per_host, world_size)
+        if n == 1:
+            return 0.0
+        if n % k:
+            raise ValueError(f"Expected a number of ranks that {k} ranks per host divide, got {n}.")
+        hosts = n // k
+        if hosts == 1:
+            assert self.inner is not None
+            return _seconds(collective, nbytes, n, self.inner, self.algorithm)
+        if k == 1:
+            return _seconds(collective, nbytes, n, self.link, self.algorithm)
+        assert self.inner is not None
+        if collective == "all_reduce" and self.algorithm == "hierarchical":
+            # Each rank of a host reduces its part over the hosts; together they fill the host's link as one would.
+            within = 2 * (k - 1) * (self.inner.latency + nbytes / (k * self.inner.bandwidth))
+            return within + _seconds("all_reduce", nbytes, hosts, self.link, "ring")
+        if collective == "all_to_all":
+            crossing = k * nbytes * (n - k) / n / self.link.bandwidth
+            inside = nbytes * (k - 1) / n / self.inner.bandwidth
+            return max(self.link.latency + crossing, self.inner.latency + inside)
+        slowest = Link(
+            latency=max(self.link.latency, self.inner.latency),
+            bandwidth=min(self.link.bandwidth, self.inner.bandwidth),
+        )
+        return _seconds(collective, nbytes, n, slowest, self.algorithm)
+
+
+def _seconds(collective: Collective, nbytes: float, n: int, link: Link, algorithm: Algorithm) -> float:
+    a, transfer = link.latency, nbytes / link.bandwidth
+    depth = math.ceil(math.log2(n))
+    if collective == "all_reduce":
+        return 2 * depth * a + 2 * transfer if algorithm == "tree" else 2 * (n - 1) * (a + transfer / n)
+    if collective == "reduce_scatter":
+        return (n - 1) * (a + transfer / n)
+    if collective == "all_gather":
+        return (n - 1) * (a + transfer)
+    if collective == "all_to_all":
+        return a + (n - 1) * transfer / n
+    if collective == "broadcast":
+        return depth * (a + transfer)
+    return a + (n - 1) * transfer
+
+
+def link_of_ring(small: tuple[int, float], large: tuple[int, float], world_size: int) -> Link:
+    """Return the link over which ring all-reduces of two sizes take so long.
+
+    Args:
+        small: bytes and seconds of an all-reduce that is mostly latency.
+        large: the same of one that is mostly transfer.
+        world_size: ranks that took part, 2 or more.
+
+    Raises:
+        ValueError: one rank, or a larger size that is not larger.
+    """
+    (small_bytes, small_seconds), (large_bytes, large_seconds) = small, large
+    if world_size < 2 or large_bytes <= small_bytes:
+        raise ValueError(
+            f"Expected 2 or more ranks and two ascending sizes, got {world_size}, {small_bytes} and {large_bytes}."
+        )
+    hops = 2 * (world_size - 1)
+    per_byte = max(large_seconds - small_seconds, 1e-9) / (large_bytes - small_bytes)
+    latency = max(0.0, small_seconds - per_byte * small_bytes) / hops
+    return Link(latency=latency, bandwidth=hops / world_size / per_byte)
+
+
+# ---------------------------------------------------------------------- as people write them
+
+_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return bytes per second for ``"1gbit"``, ``"100Mbit/s"``, ``"10Gbps"`` (bits) or ``"12.5GB/s"`` (bytes).
+
+    Raises:
+        ValueError: something else.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([kKmMgG])([bB]it|b|B)(/s|ps)?", text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"Expected a bandwidth such as 1gbit, 100mbit or 12.5GB/s, got {text!r}.")
+    return float(match[1]) * _PREFIXES[match[2].lower()] / (1 if match[3] == "B" else 8)
+
+
+def parse_latency(text: str) -> float:
+    """Return seconds for ``"50us"``, ``"0.1ms"`` or ``"1s"``.
+
+    Raises:
+        ValueError: something else.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(us|ms|s)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"Expected a latency such as 50us or 0.1ms, got {text!r}.")
+    return float(match[1]) * _SECONDS[match[2]]

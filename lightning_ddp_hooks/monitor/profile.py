@@ -1,0 +1,141 @@
+"""When gradients become ready: what was measured of a module's steps, and what that means for buckets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_ddp_hooks.monitor.cost_model import ComputeStep
+from lightning_ddp_hooks.monitor.timeline import median
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardProfile:
+    """A typical training step of a module on one rank, without communication.
+
+    Attributes:
+        names: of the trainable parameters.
+        shapes: of the parameters.
+        dtypes: of the parameters, as ``"float32"``.
+        nbytes: size of each gradient.
+        ready: when each gradient is complete, in seconds from the begin of the backward that reduces gradients.
+        before: seconds from the step's begin to that backward.
+        backward: seconds that it takes.
+        after: seconds from its end to that of the step.
+        steps: how many steps were measured.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    nbytes: tuple[int, ...]
+    ready: tuple[float, ...]
+    before: float
+    backward: float
+    after: float
+    steps: int
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.before + self.backward + self.after
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Size of all gradients."""
+        return sum(self.nbytes)
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters' positions, first ready first."""
+        return sorted(range(len(self.names)), key=lambda index: (self.ready[index], -index))
+
+    def compute_step(self, buckets: Sequence[Sequence[int]]) -> ComputeStep:
+        """Return when buckets are ready; one is launched after those before it.
+
+        Args:
+            buckets: the parameters' positions in each bucket, in order of reduction.
+        """
+        ready: list[float] = []
+        for bucket in buckets:
+            complete = min(max(self.ready[index] for index in bucket), self.backward)
+            ready.append(max(complete, ready[-1] if ready else 0.0))
+        return ComputeStep(self.before, tuple(ready), self.backward, self.after)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as numbers, strings and lists, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> BackwardProfile:
+        """Undo `as_dict`."""
+        tuples: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        tuples["shapes"] = tuple(tuple(shape) for shape in values["shapes"])
+        return cls(**tuples)
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One measured step; times as in `BackwardProfile`, with None for a gradient that did not come."""
+
+    ready: tuple[float | None, ...]
+    before: float
+    backward: float
+    after: float
+
+
+def profile_of(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    nbytes: Sequence[int],
+    samples: Sequence[StepSample],
+) -> BackwardProfile:
+    """Take the median of each time over the steps; what never came counts as coming last.
+
+    Raises:
+        ValueError: no step was measured.
+    """
+    if not samples:
+        raise ValueError("Expected at least one measured step, got none.")
+    backward = median([sample.backward for sample in samples])
+    ready = []
+    for index in range(len(names)):
+        times = [time for sample in samples if (time := sample.ready[index]) is not None]
+        ready.append(min(median(times), backward) if times else backward)
+    return BackwardProfile(
+        names=tuple(names),
+        shapes=tuple(shapes),
+        dtypes=tuple(dtypes),
+        nbytes=tuple(nbytes),
+        ready=tuple(ready),
+        before=median([sample.before for sample in samples]),
+        backward=backward,
+        after=median([sample.after for sample in samples]),
+        steps=len(samples),
+    )
+
+
+def slowest(profiles: Sequence[BackwardProfile]) -> BackwardProfile:
+    """Join the profiles of several ranks: a collective begins when the last rank is ready.
+
+    Raises:
+        ValueError: the ranks do not train the same parameters.
+    """
+    first = profiles[0]
+    if any(profile.names != first.names for profile in profiles):
+        raise ValueError("Expected the same trainable parameters on all ranks.")
+    return BackwardProfile(
+        names=first.names,
+        shapes=first.shapes,
+        dtypes=first.dtypes,
+        nbytes=first.nbytes,
+        ready=tuple(max(times) for times in zip(*(profile.ready for profile in profiles), strict=True)),
+        before=max(profile.before for profile in profiles),
+        backward=max(profile.backward for profile in profiles),
+        after=max(profile.after for profile in profiles),
+        steps=min(profile.steps for profile in profiles),
+    )

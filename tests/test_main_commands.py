@@ -1,0 +1,246 @@
+"""The commands advise, bench and doctor, as they are typed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ddp_hooks.__main__ import main
+
+MODULES = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+
+
+class Module(LightningModule):
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        self.manual_backward(self.net(batch).square().mean())
+        optimizers.step()
+        optimizers.zero_grad()
+
+
+class Data(LightningDataModule):
+    def __init__(self, samples: int = 256, batch_size: int = 4):
+        super().__init__()
+        self.samples, self.batch_size = samples, batch_size
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.randn(self.samples, 8), self.batch_size)
+
+
+def batch():
+    return torch.randn(4, 8)
+
+
+def wide():
+    return Module(width=512)
+
+
+def not_a_module():
+    return 3
+
+
+class NeedsArguments(Module):
+    def __init__(self, depth: int):
+        super().__init__()
+"""
+NETWORK = ["--world-size", "4", "--bandwidth", "1gbit"]
+PREDICTED = ["advise", *NETWORK, "--steps", "2", "--hooks", "allreduce", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with modules to ask about, which is the working directory."""
+    (tmp_path / "asked_about.py").write_text(MODULES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules() -> None:
+    sys.modules.pop("asked_about", None)
+
+
+def _typed(*words: str, timeout: float = 100.0) -> str:
+    """Run a command line in a process of its own; return what it printed."""
+    of_torchrun = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in of_torchrun}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run([sys.executable, "-m", "lightning_ddp_hooks", *words], capture_output=True, text=True,
+                          env=environment, timeout=timeout)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---------------------------------------------------------------------- advise
+
+
+@pytest.mark.trainer
+def test_advise_prints_a_table_a_recommendation_and_yaml(capsys: pytest.CaptureFixture[str], modules: Path) -> None:
+    words = ["--model", "asked_about.wide", "--data", "asked_about.Data", "--json", "figures.json"]
+    hooks = ["--hooks", "allreduce", "int8", "powersgd-1", "periodic-8"]
+    assert main([*PREDICTED, *words, *hooks, "--bandwidth", "1mbit"]) == 0
+    text = capsys.readouterr().out
+    figures = json.loads((modules / "figures.json").read_text())
+    numel = 8 * 512 + 512 + 512 + 1
+    assert sum(figures["profile"]["nbytes"]) == 4 * numel
+    steps = {option["name"]: option["predicted"]["step"] for option in figures["options"]}
+    # At 1 Mbit/s the wire is all there is: 1.5 x 20 kB in 0.25 s, and a quarter of it.
+    assert steps["allreduce"] == pytest.approx(1.5 * 4 * numel / 125e3, rel=0.2)
+    assert 0.2 < steps["int8"] / steps["allreduce"] < 0.4
+    assert figures["recommended"] == "int8"
+    assert "Recommendation: int8." in text
+    assert "comm_hook: int8" in text
+    assert f"If you can accept more than --accept rounding: {figures['beyond']}" in text
+
+
+@pytest.mark.trainer
+def test_advise_says_so_where_plain_allreduce_is_best(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "asked_about.Module", "--batch", "asked_about.batch"]
+    assert main([*PREDICTED, *words, "--bandwidth", "100gbit", "--latency", "0us", "--hooks", "allreduce", "bf16"]) == 0
+    assert "Plain all-reduce is best; change nothing." in capsys.readouterr().out
+
+
+@pytest.mark.trainer
+def test_advise_takes_model_data_and_trainer_from_a_configuration(modules: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    (modules / "config.yaml").write_text(
+        "model:\n  class_path: asked_about.Module\n  init_args:\n    width: 32\n"
+        "data:\n  class_path: asked_about.Data\n  init_args:\n    batch_size: 2\n"
+        "trainer:\n  accumulate_grad_batches: 4\n  devices: 8\n"
+    )
+    assert main([*PREDICTED, "--config", "config.yaml", "--json", "figures.json"]) == 0
+    figures = json.loads((modules / "figures.json").read_text())
+    assert figures["profile"]["shapes"][0] == [32, 8]
+    # Three micro-batches come before the backward that reduces.
+    assert figures["profile"]["before"] > 2 * figures["profile"]["backward"]
+    (modules / "arguments.yaml").write_text("model:\n  width: 16\n")
+    words = ["--config", "arguments.yaml", "--model", "asked_about.Module", "--batch", "asked_about.batch"]
+    assert main([*PREDICTED, *words, "--json", "figures.json"]) == 0
+    assert json.loads((modules / "figures.json").read_text())["profile"]["shapes"][0] == [16, 8]
+
+
+@pytest.mark.trainer
+def test_advise_measures_manual_optimization(modules: Path) -> None:
+    words = ["--model", "asked_about.Manual", "--data", "asked_about.Data", "--json", "figures.json"]
+    assert main([*PREDICTED, *words]) == 0
+    profile = json.loads((modules / "figures.json").read_text())["profile"]
+    assert profile["steps"] == 2
+    assert 0 < max(profile["ready"]) <= profile["backward"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Name the LightningModule"),
+        (["--model", "Module"], "Expected --model as pkg.module.Name, got 'Module'"),
+        (["--model", "nowhere.Module"], "cannot import 'nowhere'"),
+        (["--model", "asked_about.Absent"], "'asked_about' has no 'Absent'"),
+        (["--model", "asked_about.not_a_module", "--batch", "asked_about.batch"], "from --model, got a int"),
+        (["--model", "asked_about.Module"], "Module has no train_dataloader"),
+        (["--model", "asked_about.NeedsArguments", "--batch", "asked_about.batch"], "cannot be made without arguments"),
+        (["--model", "asked_about.Module", "--data", "asked_about.Data", "--batch", "asked_about.batch"], "not both"),
+        (["--model", "asked_about.Module", "--measure-link"], "needs the other ranks"),
+        (["--model", "asked_about.Module", "--world-size", "1"], "One rank has nothing to communicate"),
+        (["--model", "asked_about.Module", "--algorithm", "hierarchical"], "needs --ranks-per-host of 2 or more"),
+        (["--model", "asked_about.Module", "--ranks-per-host", "3"], "4 is not divided by --ranks-per-host 3"),
+        (["--model", "asked_about.Module", "--inner-latency", "1us"], "need --ranks-per-host of 2 or more"),
+        (["--config", "absent.yaml"], "absent.yaml"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_told_what_is_wrong(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PREDICTED, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["advise", "--bandwidth", "fast"], "Expected a bandwidth such as 1gbit"),
+        (["advise", "--latency", "soon"], "Expected a latency such as 50us"),
+        (["advise", "--world-size", "0"], "expected a number from 1 up"),
+        (["advise", "--hooks", "magic"], "invalid choice: 'magic'"),
+        (["bench", "--bucket-cap-mb", "0"], "expected a number above 0"),
+        (["unknown"], "invalid choice: 'unknown'"),
+    ],
+)
+def test_argparse_refuses_what_makes_no_sense(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_advise_without_a_network_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", "asked_about.Module", "--world-size", "4"]) == 2
+    assert "--bandwidth" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- bench, doctor
+
+
+@pytest.mark.ranks
+def test_bench_measures_on_processes_of_this_machine() -> None:
+    words = ["--model", "asked_about.Module", "--batch", "asked_about.batch", "--processes", "2", "--steps", "2"]
+    hooks = ["allreduce", "int8", "periodic-8"]
+    text = _typed("bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json")
+    assert "2 ranks" in text
+    figures = json.loads(Path("figures.json").read_text())
+    assert figures["world_size"] == 2
+    assert set(figures["seconds"]) == set(hooks)
+    assert all(0 < seconds < 10 for times in figures["seconds"].values() for seconds in times)
+
+
+@pytest.mark.ranks
+def test_doctor_examines_this_machine_and_its_ranks() -> None:
+    text = _typed("doctor", "--device", "cpu")
+    subjects = {" ".join(line.split()[1:]) for line in text.splitlines()}
+    assert "FAIL" not in text
+    for expected in ("versions python", "messages each rank reaches each other one (gloo)", "ranks 2 on 1 host(s)"):
+        assert any(subject.startswith(expected) for subject in subjects), text
+    assert "clocks" in text
+    assert "Gbit/s" in text
+
+
+def test_bench_and_doctor_do_not_start_processes_under_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor", "--processes", "2"]) == 2
+    assert "torchrun has started them already" in capsys.readouterr().err
+    assert main(["bench", "--processes", "2", "--model", "asked_about.Module"]) == 2
+    assert "torchrun has started them already" in capsys.readouterr().err
+
+
+def test_one_process_is_no_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["bench", "--processes", "1", "--model", "asked_about.Module"]) == 2
+    assert "one rank has nothing to communicate" in capsys.readouterr().err
