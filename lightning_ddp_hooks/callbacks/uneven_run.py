@@ -73,12 +73,14 @@ class UnevenRun:
     @property
     def joined(self) -> bool:
         """Whether this rank has no batch in the step now at hand."""
-        return self.step is not None and self.step.joined
+        step = self.step
+        return step is not None and step.joined
 
     @property
     def tail(self) -> Step | None:
         """The step now at hand if some rank has no batch in it, else None."""
-        return self.step if self.step is not None and self.step.tail else None
+        step = self.step
+        return step if step is not None and step.tail else None
 
     # ------------------------------------------------------------------ data
 

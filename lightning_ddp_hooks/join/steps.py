@@ -7,6 +7,7 @@ of batches has *joined*; a step in which some rank has joined belongs to the *ta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Divisor = Literal["active", "samples", "world"]
@@ -27,12 +28,12 @@ class Step:
     active: tuple[bool, ...]
     samples: tuple[int, ...]
 
-    @property
+    @cached_property
     def joined(self) -> bool:
         """Whether this rank has no batch."""
         return not self.active[self.rank]
 
-    @property
+    @cached_property
     def tail(self) -> bool:
         """Whether some rank has no batch."""
         return not all(self.active)
@@ -42,7 +43,7 @@ class Step:
         """Whether no rank has a batch: the epoch has ended before this step."""
         return not any(self.active)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The active ranks."""
         return tuple(rank for rank, has_batch in enumerate(self.active) if has_batch)
