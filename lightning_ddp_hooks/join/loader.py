@@ -1,12 +1,13 @@
 """A loader that goes on with emptied batches until every rank has run out of its own.
 
-    inner loader --> fetch one batch ahead --> agree on its step, unless that is certain --> yield it, or an emptied one
+    inner loader --> fetch a batch ahead --> agree on its step, unless that is certain --> yield it, or an emptied one
 
 All ranks so see the same number of batches, and whatever loop runs over them stays in step by construction.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ from lightning_ddp_hooks.join.batches import emptied, on_cpu
 from lightning_ddp_hooks.join.steps import Step
 
 _NO_BATCH = object()
+# So many batches of a stream are read ahead: for those at hand it is certain that they come, and ranks agree only once
+# they are used up. Not more, since each takes memory, and what is read ahead is lost when an epoch is broken off.
+_READ_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -253,11 +257,11 @@ class _Batches(Iterator[Any]):
         self._pass = owner.passes
         self._inner = inner
         self._read_ahead = read_ahead
+        self._at_hand: deque[Any] = deque()
         self._fetched = self._yielded = 0
         self._ended = False
         self._over = False
         self._length = owner.certain_length if owner.context.samples is None else None
-        self._batch: Any = _NO_BATCH
         self._prepared = False
         self._pending: PendingStep | None = None
         self._step: Step | None = None
@@ -269,7 +273,8 @@ class _Batches(Iterator[Any]):
             raise StopIteration
         if not self._prepared:
             self._prepare()
-        batch, self._batch, self._prepared = self._batch, _NO_BATCH, False
+        batch = self._at_hand.popleft() if self._at_hand else _NO_BATCH
+        self._prepared = False
         needs_template = False
         if self._pending is not None:
             self._step, needs_template, self._certain_steps = self._pending.wait()
@@ -295,17 +300,13 @@ class _Batches(Iterator[Any]):
         """Fetch the next batch, and tell the others unless they know."""
         owner, context = self._owner, self._owner.context
         self._prepared = True
-        if not self._ended:
-            if isinstance(owner, StatefulJoinLoader):
-                owner.before_fetch()
-            try:
-                self._batch = next(self._inner)
-                self._fetched += 1
-            except StopIteration:
-                self._ended = True
-                if isinstance(owner, StatefulJoinLoader):
-                    owner.ran_out()
-        has_batch = self._batch is not _NO_BATCH
+        if not self._at_hand:
+            self._fetch()
+        ahead = _READ_AHEAD if self._read_ahead and self._length is None and context.samples is None else 1
+        # One more each time, so that no step waits for a whole row of them.
+        if len(self._at_hand) < ahead and self._fetched != context.limit:
+            self._fetch()
+        has_batch = bool(self._at_hand)
         if self._certain_steps:
             if self._step is not None and has_batch == self._step.joined:
                 raise RuntimeError(
@@ -313,9 +314,23 @@ class _Batches(Iterator[Any]):
                     f"{self._length}."
                 )
             return
-        samples = context.samples(self._batch) if has_batch and context.samples is not None else 0
-        certain = 1 if self._length is None else max(1, self._length - self._fetched + 1)
-        self._pending = context.agreement.post(has_batch, samples, owner.needs_template, certain)
+        samples = context.samples(self._at_hand[0]) if has_batch and context.samples is not None else 0
+        certain = len(self._at_hand) if self._length is None else self._length - self._fetched + 1
+        self._pending = context.agreement.post(has_batch, samples, owner.needs_template, max(1, certain))
+
+    def _fetch(self) -> None:
+        owner = self._owner
+        if self._ended:
+            return
+        if isinstance(owner, StatefulJoinLoader):
+            owner.before_fetch()
+        try:
+            self._at_hand.append(next(self._inner))
+            self._fetched += 1
+        except StopIteration:
+            self._ended = True
+            if isinstance(owner, StatefulJoinLoader):
+                owner.ran_out()
 
 
 def _length(loader: object) -> int | None:
