@@ -274,14 +274,19 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def second_connection(store: Store) -> Store:
-    """Return a store that has the keys of ``store`` and a connection of its own."""
-    return store.clone()
+def second_connection(store: Store, prefix: str, timeout: timedelta) -> Store:
+    """Return a store that has those keys of ``store`` that begin with a prefix, and a connection of its own.
+
+    That stores can be cloned is not in torch's documentation.
+    """
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    clone.set_timeout(timeout)
+    return PrefixStore(prefix, clone)
 
 
 def store_host(store: Store) -> str:
     """Return the address of a TCPStore, below any prefixes; the kind of another store."""
-    base = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
+    base: Any = getattr(store, "_underlying_non_prefix_store", store)
     return f"{base.host}:{base.port}" if isinstance(base, TCPStore) else type(base).__name__
 
 

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,26 @@ from lightning_ddp_hooks.traffic import Collective, Tally, Traffic, sent_by_rank
 ProcessGroup = dist.ProcessGroup
 DEFAULT_TIMEOUT: timedelta = dist.default_pg_timeout
 Work = dist.Work
-Store = dist.Store
+
+
+class Store(Protocol):
+    """A table that all ranks share; torch's stores are such."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write an entry, of text."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, 0 at first; return what it is then."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all entries are there."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the bytes of entries; waits for those that are not there."""
+        ...
 
 
 def is_initialized() -> bool:
@@ -192,9 +211,7 @@ def connect_store(prefix: str, timeout: timedelta) -> Store:
         prefix: put before all keys.
         timeout: how long a call may wait for a key.
     """
-    store = _compat.second_connection(_compat.default_store())
-    store.set_timeout(timeout)
-    return dist.PrefixStore(prefix, store)
+    return _compat.second_connection(_compat.default_store(), prefix, timeout)
 
 
 def store_host() -> str:
@@ -304,6 +321,16 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
     work: Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def succeeded(work: Work) -> bool:
+    """Tell, without waiting, whether a collective is done, and not because it failed."""
+    if not work.is_completed():
+        return False
+    try:
+        return bool(work.is_success())
+    except (RuntimeError, NotImplementedError):  # NCCL does not say
+        return True
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:

@@ -265,8 +265,8 @@ def test_ranks_agree_only_on_what_is_not_certain() -> None:
     counts = (7, 5, 2)
     active = [tuple(rank for rank in range(WORLD) if index < counts[rank]) for index in range(7)]
     for rank, found in enumerate(run_ranks(read, counts, world_size=WORLD)):
-        # In the first step, whenever a rank runs out, and at the end; or when what is at hand has been used up, after 2,
-        # 2, 1 and 2 steps, and at the end. Two epochs.
+        # In the first step, whenever a rank runs out, and at the end; or when what is at hand has been used up (after
+        # 2, 2, 1 and 2 steps), and at the end. Two epochs.
         assert [agreed for agreed, _, _ in found] == [2 * 4, 2 * 5, 2 * 5]
         for _, sizes, steps in found:
             assert steps == active * 2

@@ -153,6 +153,7 @@ class Reducer:
         self.failed = False
         self.detached = False
         self.abandoned_work = False
+        self.broke_at: tuple[int, int, int, str] | None = None
 
         self._learning: Learning
         self._planned: list[BucketLayout] | None = None
@@ -459,6 +460,7 @@ class Reducer:
         self._open_pass()
 
     def _open_pass(self) -> None:
+        self.broke_at = None
         if self._planned is not None:
             # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
             self._set_layout(self._planned)
@@ -509,6 +511,8 @@ class Reducer:
     # ------------------------------------------------------------------ the end of a pass
 
     def _abandon(self) -> None:
+        if self._engine.active:
+            self.broke_at = (*self.progress(), self.waits_for())
         self.abandoned_work |= bool(self._in_flight) or (self._engine.active and self._engine.launched > 0)
         self._engine.stop()
         self._engine.armed, self._engine.broken = False, False
@@ -857,7 +861,7 @@ class Reducer:
 def _is_done(flight: _InFlight) -> bool:
     pending = flight.pending
     if isinstance(pending, comm.Work):
-        return bool(pending.is_completed())
+        return comm.succeeded(pending)
     return bool(getattr(pending, "finished", False))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,12 +23,14 @@ from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, resto
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook, declaration_text
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
-from lightning_ddp_hooks.strategy.averaging import AveragingStrategy
+from lightning_ddp_hooks.strategy.health import HealthStrategy
 from lightning_ddp_hooks.strategy.lightning_names import averager_by_lightnings_names, hook_by_lightnings_names
+from lightning_ddp_hooks.strategy.summary import summary_text
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class DDPHooksStrategy(AveragingStrategy):
+class DDPHooksStrategy(HealthStrategy):
     """Data-parallel training with communication hooks; takes the place of ``strategy="ddp"``.
 
     It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go
@@ -61,6 +63,8 @@ class DDPHooksStrategy(AveragingStrategy):
             `lightning_ddp_hooks.averaging`.
         average_before_eval: put the averaged model in place for validation.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
+        optimizer_in_hook: steps the optimizer while gradients are being reduced, or shares its state among the ranks,
+            or both; see `lightning_ddp_hooks.optim.OptimizerInHook`.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -74,6 +78,17 @@ class DDPHooksStrategy(AveragingStrategy):
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives.
+        failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
+            store that it is alive. When a rank fails, dies or is stopped, the others end with an error that names it,
+            its own error if it could still tell, and where they stood. A rank that cannot say that it failed is given
+            up when it has been silent for so long while the others wait for it; one whose connections broke, earlier.
+            A process whose main thread then is stuck in a collective of gloo writes the error to stderr and exits.
+            Nothing of this is on the way of gradients.
+        check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
+            each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
+            PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
+        detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before the step, naming rank
+            and parameter. Has no effect under a GradScaler, which deals with such gradients itself.
         start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
@@ -101,6 +116,7 @@ class DDPHooksStrategy(AveragingStrategy):
         averager: ModelAverager | None = None,
         average_before_eval: bool = True,
         save_replicas: bool = True,
+        optimizer_in_hook: OptimizerInHook | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float = 1,
         gradient_as_bucket_view: bool = True,
@@ -112,6 +128,9 @@ class DDPHooksStrategy(AveragingStrategy):
         reducer_backend: Literal["auto", "native", "python"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = comm.DEFAULT_TIMEOUT,
+        failure_timeout: float | None = 30.0,
+        check_replicas_every_n_steps: int | None = None,
+        detect_nonfinite: bool = False,
         start_method: StartMethod = "popen",
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: object | None = None,
@@ -135,6 +154,7 @@ class DDPHooksStrategy(AveragingStrategy):
         _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {timeout!r}.")
+        self._use_failure_timeout(failure_timeout)
         if process_group_backend is not None and not isinstance(process_group_backend, str):
             raise TypeError(
                 f"Expected a name such as 'gloo' for `process_group_backend`, got {process_group_backend!r}."
@@ -145,6 +165,9 @@ class DDPHooksStrategy(AveragingStrategy):
         averager = averager_by_lightnings_names(averager, model_averaging_period, ddp_comm_state)
         if averager is not None:
             self.use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
+        if optimizer_in_hook is not None:
+            self._use_optimizer_in_hook(optimizer_in_hook, skip_missing_loss)
+        self._use_checks(check_replicas_every_n_steps, detect_nonfinite)
         self._failed = False
         self._final_state: dict[str, Any] | None = None
         self._skip_missing_loss = skip_missing_loss
@@ -246,6 +269,7 @@ class DDPHooksStrategy(AveragingStrategy):
                 '`skip_missing_loss="all"` skips the step of automatic optimisation; in manual optimisation the steps '
                 "are yours: agree on skipping one by `self.all_gather` or `trainer.strategy.reduce_boolean_decision`."
             )
+        self._check_optimizer_in_hook(module)
         if not module.automatic_optimization and not self._config.find_unused_parameters:
             policy = UnusedPolicy.ALIKE
         self._reducer = Reducer(
@@ -255,8 +279,16 @@ class DDPHooksStrategy(AveragingStrategy):
             skip_missing_loss=self._skip_missing_loss,
             ends_steps=not module.automatic_optimization,
             timeout=self._timeout,
-            agree_on={"comm_hook": declaration_text(self._hook), "averager": declaration_text(self._averager)},
+            agree_on={
+                "comm_hook": declaration_text(self._hook),
+                "averager": declaration_text(self._averager),
+                "optimizer_in_hook": repr(self._optimizer_in_hook),
+                **self._health_settings(),
+            },
         )
+        self._start_watch(self._reducer)
+        self._start_nonfinite(self._reducer)
+        self._start_optimizers(self._reducer)
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
         self._step = 0 if self._restored is None else self._restored["step"]
         self._loss_scale = 1.0 if self._restored is None else self._restored.get("loss_scale", 1.0)
@@ -271,8 +303,17 @@ class DDPHooksStrategy(AveragingStrategy):
 
     def _install_hook(self, hook: CommHook) -> None:
         assert self._reducer is not None
+        self._fit_hook = hook
+        if self._optimizers_driver is not None:
+            hook = self._optimizers_driver.hook(hook) or hook
         self._bound_hook = install_hook(self._reducer, hook, lambda: self._step)
         self._restore_hook()
+
+    def _step_behind_the_mean(self) -> None:
+        """Have the optimizer stepped in the hook although no hook of the user's reduces the gradients."""
+        driver = self._optimizers_driver
+        if driver is not None and not driver.has_hook and (hook := driver.hook(None)) is not None:
+            install_hook(self.reducer, hook, lambda: self._step)
 
     def _restore_hook(self) -> None:
         if self._restored is not None and (warning := restore_hook(self._restored, self._bound_hook)):
@@ -283,7 +324,22 @@ class DDPHooksStrategy(AveragingStrategy):
         super().on_train_start()
         if self._bound_hook is None:  # none was registered by now, so that its state goes unused
             self._restore_hook()
+            self._step_behind_the_mean()
         self._follow_loss_scale()
+        rank_zero_info(self._summary())
+
+    def _summary(self) -> str:
+        hook = None if self._hook is None else declaration_text(self._hook)
+        if hook is None and self._bound_hook is not None:  # registered for this fit alone
+            hook = self._bound_hook.name
+        return summary_text(
+            self.reducer.stats(),
+            {
+                "hook": hook,
+                "averager": None if self._averager is None else declaration_text(self._averager),
+                "optimizer": None if self._optimizer_in_hook is None else repr(self._optimizer_in_hook),
+            },
+        )
 
     def _follow_loss_scale(self) -> None:
         """Have the hook's memory follow the scale of the loss, which is that of the gradients; waits for the device."""
@@ -299,9 +355,11 @@ class DDPHooksStrategy(AveragingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._check_replicas_before_checkpoint()
         if "optimizer_states" in checkpoint:  # else only the weights are wanted
             checkpoint[STATE_KEY] = self._final_state or self._training_state(collective=self._may_communicate)
             checkpoint[STATE_KEY]["missing"] += self._add_averaging_state(checkpoint)
+            checkpoint[STATE_KEY]["missing"] += self._missing_optimizer_state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -334,6 +392,7 @@ class DDPHooksStrategy(AveragingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._failed = True
         if self._reducer is not None:
             self._reducer.failed = True
@@ -343,11 +402,14 @@ class DDPHooksStrategy(AveragingStrategy):
 
     @override
     def teardown(self) -> None:
+        self._stop_watch()
+        self._stop_nonfinite()
         self._stop_averaging()
+        self._stop_optimizers()
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
-        self._weights = self._bound_hook = self._restored = None
+        self._weights = self._bound_hook = self._restored = self._fit_hook = None
         self._missing_loss = None
         super().teardown()
 
@@ -356,6 +418,7 @@ class DDPHooksStrategy(AveragingStrategy):
     def _step_ended(self) -> None:
         self._step += 1
         self._average_after_step()
+        self._check_replicas_after_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -365,6 +428,7 @@ class DDPHooksStrategy(AveragingStrategy):
         if tail is not None:  # also where replicas train for themselves: one without data follows those that have some
             reducer.sync = True
         reducer.before_forward()
+        self._watch_gradients()
         if self._weights is not None:
             self._weights.post(_compat.samples_in(args[0] if args else kwargs))
         passes, self._passes_in_backward = reducer.passes, 0
@@ -373,6 +437,8 @@ class DDPHooksStrategy(AveragingStrategy):
             reducer.buffers.refresh(tail.first)
         if not module.automatic_optimization:
             reducer.end_step()
+            if reducer.passes - passes > self._passes_in_backward:
+                self._check_gradients()
             self._step_ended()
             weighs = self._weights is not None or self._uneven is not None
             if weighs and reducer.passes - passes != self._passes_in_backward:
@@ -405,11 +471,14 @@ class DDPHooksStrategy(AveragingStrategy):
             closure_loss = closure_loss * factor
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self._watch_gradients()
         passes = reducer.passes
-        with reducer.shadowing(joined), reducer.backward_window():
+        with self._overlapping(), reducer.shadowing(joined), reducer.backward_window():
             if not (missing or constant or joined):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._passes_in_backward += reducer.passes - passes
+        if reducer.passes > passes:
+            self._check_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -433,9 +502,11 @@ class DDPHooksStrategy(AveragingStrategy):
             return result
 
         try:
-            output = super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
+            with self._stepping():
+                output = super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
         except _SkipStepError:
             output = None
+            self._take_back_step()
         self._follow_loss_scale()
         self._step_ended()
         return output

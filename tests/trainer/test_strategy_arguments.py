@@ -25,6 +25,7 @@ from trainer_runs import EXACT, Net, State, assert_same, fit
 from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager
 from lightning_ddp_hooks.hooks import Cast, CommHook, PerParameter, PowerSGD, Rule, Schedule, Stage, TopK, TorchHook
+from lightning_ddp_hooks.optim import OptimizerInHook
 
 LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
@@ -74,6 +75,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gradient_weighting": None}, ValueError, "`gradient_weighting`"),
     ({"skip_missing_loss": "none"}, ValueError, "`skip_missing_loss` .*'zeros', 'all'"),
     ({"skip_missing_loss": True}, ValueError, "`skip_missing_loss`"),
+    ({"failure_timeout": "30"}, TypeError, "seconds or None for `failure_timeout`, got '30'"),
+    ({"failure_timeout": 0}, ValueError, "positive number of seconds for `failure_timeout`, got 0"),
+    ({"failure_timeout": float("inf")}, ValueError, "`failure_timeout`, got inf"),
+    ({"check_replicas_every_n_steps": 1.5}, TypeError, "`check_replicas_every_n_steps`, got 1.5"),
+    ({"check_replicas_every_n_steps": -1}, ValueError, "or None for `check_replicas_every_n_steps`, got -1"),
+    ({"detect_nonfinite": 1}, TypeError, "True or False for `detect_nonfinite`, got 1"),
+    ({"detect_nonfinite": True, "optimizer_in_hook": OptimizerInHook()}, ValueError, "`detect_nonfinite` looks at"),
     ({"reducer_backend": "rust"}, ValueError, "`reducer_backend` .*'native', 'python'.*got 'rust'"),
     ({"start_method": "thread"}, ValueError, "`start_method` .*'popen'"),
     ({"timeout": 30}, TypeError, "datetime.timedelta for `timeout`, got 30"),

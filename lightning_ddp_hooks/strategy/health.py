@@ -1,0 +1,181 @@
+"""What a strategy does so that a fit does not hang when a rank is gone, nor go on when ranks have drifted apart.
+
+Like its neighbours a class between Lightning's `DDPStrategy` and ours.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.note import Whereabouts
+from lightning_ddp_hooks.health.replicas import check_replicas
+from lightning_ddp_hooks.health.watch import Watch
+from lightning_ddp_hooks.hooks.alike import alike_until
+from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.strategy.optimizer import OptimizerStrategy
+
+
+class HealthStrategy(OptimizerStrategy):
+    """A `DDPStrategy` that ends with a report when another rank fails, or ranks are not what they should be."""
+
+    _failure_timeout: float | None = None
+    _watch: Watch | None = None
+    _step: int = 0
+    _hook: CommHook | None = None
+    _fit_hook: CommHook | None = None
+    _check_replicas_every: int | None = None
+    _detects_nonfinite: bool = False
+    _nonfinite: NonfiniteGradients | None = None
+
+    # ------------------------------------------------------------------ ranks that fail
+
+    def _use_failure_timeout(self, seconds: float | None) -> None:
+        if seconds is not None:
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+                raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {seconds!r}.")
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"Expected a positive number of seconds for `failure_timeout`, got {seconds!r}.")
+        self._failure_timeout = seconds
+
+    def _start_watch(self, reducer: Reducer) -> None:
+        """Begin a fit, once the reducer is there; on all ranks."""
+        if self._failure_timeout is None or reducer.world_size == 1:
+            return
+        # A name that is this fit's own, on all ranks the same: that of a group made for it.
+        prefix = f"ldh-health/{comm.group_name(reducer.control_group)}"
+        try:
+            store = comm.connect_store(prefix, timedelta(seconds=self._failure_timeout))
+        except (RuntimeError, NotImplementedError) as error:
+            rank_zero_warn(f"No failure reports: the store cannot be connected to a second time: {error}")
+            return
+
+        def where() -> Whereabouts:
+            place = reducer.broke_at or (*reducer.progress(), reducer.waits_for())
+            return Whereabouts(self._step, *place)
+
+        self._watch = Watch(
+            store,
+            self.global_rank,
+            reducer.world_size,
+            where,
+            timeout=self._failure_timeout,
+            store_host=comm.store_host(),
+            exit_process=self._exit_process,
+        )
+
+    def _exit_process(self, code: int) -> None:
+        """End this process and those that it has started: one that was stopped would stay for ever."""
+        kill = getattr(self.launcher, "kill", None)
+        if callable(kill):
+            time.sleep(1)  # they may be writing their reports
+            kill(signal.SIGKILL)
+        os._exit(code)
+
+    def _stop_watch(self) -> None:
+        """End a fit; while the reducer still is there."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._watch is None:
+            return
+        report = self._watch.explain(exception)
+        if report is None:
+            return
+        # The Trainer raises this very exception again, once all is torn down.
+        if exception.args and isinstance(exception.args[0], str):
+            exception.args = (f"{report}\nWhat failed here: {exception.args[0]}", *exception.args[1:])
+        elif hasattr(exception, "add_note"):  # from Python 3.11 on
+            exception.add_note(report)
+
+    # ------------------------------------------------------------------ ranks that drift apart
+
+    def _health_settings(self) -> dict[str, object]:
+        """Return what must be the same on all ranks, by name."""
+        return {
+            "failure_timeout": self._failure_timeout,
+            "check_replicas_every_n_steps": self._check_replicas_every,
+            "detect_nonfinite": self._detects_nonfinite,
+        }
+
+    def _use_checks(self, replicas_every: int | None, detect_nonfinite: bool) -> None:
+        if replicas_every is not None:
+            if isinstance(replicas_every, bool) or not isinstance(replicas_every, int):
+                raise TypeError(
+                    f"Expected a number of steps or None for `check_replicas_every_n_steps`, got {replicas_every!r}."
+                )
+            if replicas_every < 0:
+                raise ValueError(
+                    f"Expected 0 (never), a number of steps, or None for `check_replicas_every_n_steps`, got "
+                    f"{replicas_every}."
+                )
+        if not isinstance(detect_nonfinite, bool):
+            raise TypeError(f"Expected True or False for `detect_nonfinite`, got {detect_nonfinite!r}.")
+        if detect_nonfinite and self._optimizer_in_hook is not None and self._optimizer_in_hook.overlap:
+            raise ValueError(
+                "`detect_nonfinite` looks at the gradients of a whole backward, but `optimizer_in_hook` steps while "
+                "they come: use `OptimizerInHook(shard=True, overlap=False)`, or set one of them."
+            )
+        self._check_replicas_every = replicas_every
+        self._detects_nonfinite = detect_nonfinite
+
+    @property
+    def _replicas_are_alike(self) -> bool:
+        """Whether all ranks are meant to have the same parameters now."""
+        if self._averaging is not None and not self._averaging.bound.syncs_gradients(self._averaging.bound.step):
+            return False
+        hook = self._hook if self._fit_hook is None else self._fit_hook
+        if self._check_replicas_every and isinstance(hook, TorchHook):
+            return True  # whoever asks for the check knows what the function does
+        return self._step <= alike_until(hook)
+
+    def _check_replicas(self, when: str) -> None:
+        """Compare the parameters of all ranks, where they are meant to be the same; a collective call."""
+        reducer = self._reducer
+        if reducer is None or reducer.world_size == 1 or not self._replicas_are_alike:
+            return
+        named = [(n, p) for n, p in zip(reducer.names, reducer.params, strict=True) if p.requires_grad]
+        check_replicas([n for n, _ in named], [p for _, p in named], reducer.control_group, when)
+
+    def _check_replicas_before_checkpoint(self) -> None:
+        if self._check_replicas_every != 0 and self._may_communicate:
+            self._check_replicas(f"before the checkpoint of step {self._step}")
+
+    def _check_replicas_after_step(self) -> None:
+        if self._check_replicas_every and self._step % self._check_replicas_every == 0:
+            self._check_replicas(f"by the end of step {self._step - 1}")
+
+    # ------------------------------------------------------------------ gradients that are not finite
+
+    def _start_nonfinite(self, reducer: Reducer) -> None:
+        # A GradScaler makes gradients infinite on purpose, and skips such steps.
+        if self._detects_nonfinite and getattr(self.precision_plugin, "scaler", None) is None:
+            self._nonfinite = NonfiniteGradients(reducer.control_group)
+
+    def _stop_nonfinite(self) -> None:
+        if self._nonfinite is not None:
+            self._nonfinite.close()
+            self._nonfinite = None
+
+    def _watch_gradients(self) -> None:
+        if self._nonfinite is not None:
+            assert self._reducer is not None
+            self._nonfinite.watch(zip(self._reducer.names, self._reducer.params, strict=True))
+
+    def _check_gradients(self) -> None:
+        """Raise on all ranks if a gradient of the passes that have just ended was not finite; a collective call."""
+        if self._nonfinite is not None:
+            self._nonfinite.check(self._step)

@@ -1,0 +1,229 @@
+"""The parts of the watch over other ranks, without other ranks: notes, reports, and who is given up when."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.note import MAX_TEXT, Note, State, Whereabouts
+from lightning_ddp_hooks.health.post import Post
+from lightning_ddp_hooks.health.replicas import check_replicas
+from lightning_ddp_hooks.health.report import Sighting, failed_ranks, failure_report, lost_ranks
+from lightning_ddp_hooks.health.watch import EXIT_CODE, Watch
+from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
+from lightning_ddp_hooks.hooks.alike import alike_until
+from lightning_ddp_hooks.hooks.registry import resolve_hook
+
+HERE = Whereabouts(3, 3, 1, 2, "bucket 0 ('a', 'b')")
+PERIOD = 0.05
+
+
+def _note(state: State = State.RUNNING, text: str = "") -> Note:
+    return Note(1, Whereabouts(2), state, text)
+
+
+def test_a_note_survives_the_store() -> None:
+    note = Note(7, HERE, State.FAILED, "Traceback: ü")
+    assert Note.decode(note.encode()) == note
+
+
+def test_of_a_long_text_the_end_is_kept() -> None:
+    assert Note.decode(_note(State.FAILED, "x" * 10 * MAX_TEXT + "end").encode()).text.endswith("xend")
+    assert len(_note(State.FAILED, "x" * 10 * MAX_TEXT).encode()) < 2 * MAX_TEXT
+
+
+def test_only_ranks_that_ought_to_write_are_lost() -> None:
+    seen = {1: Sighting(_note(), 9), 2: Sighting(_note(State.FINISHED), 9), 3: Sighting(_note(), 1)}
+    assert lost_ranks(seen, 5) == [1]
+    assert failed_ranks({0: Sighting(_note(State.FAILED), 0), **seen}) == [0]
+
+
+def test_the_report_names_ranks_places_and_errors() -> None:
+    seen = {
+        1: Sighting(_note(), 9.4),
+        2: Sighting(_note(State.FAILED, "ValueError: bad\n"), 0),
+        3: Sighting(_note(), 0),
+    }
+    assert failure_report(0, HERE, seen, silent_s=5) == (
+        "Rank 2 failed at step 2, outside a backward.\n"
+        "Rank 1 died or was stopped: no sign of life for 9 s; it was last seen at step 2, outside a backward.\n"
+        "Rank 0, this one, was at step 3, in a backward with 1 of 2 buckets sent, waiting for bucket 0 ('a', 'b').\n"
+        "The error of rank 2:\n"
+        "  ValueError: bad"
+    )
+
+
+def test_the_report_names_the_host_of_a_store_that_is_gone() -> None:
+    report = failure_report(1, HERE, {}, silent_s=5, store_host="node0:29500")
+    assert report.startswith("Rank 0 (store host, node0:29500) is unreachable")
+
+
+def test_the_report_says_where_all_are_if_none_failed() -> None:
+    report = failure_report(0, HERE, {1: Sighting(_note(State.FINISHED), 0)}, silent_s=5)
+    assert "did ranks part ways?\nRank 1 (finished): step 2, outside a backward." in report
+
+
+def test_a_rank_that_knows_nothing_itself_takes_the_word_of_one_that_gave_up() -> None:
+    seen = {1: Sighting(_note(State.GAVE_UP, "Rank 2 died or was stopped."), 0), 2: Sighting(_note(), 0)}
+    report = failure_report(0, HERE, seen, silent_s=5)
+    assert report.startswith("Rank 1 gave up: Rank 2 died or was stopped.\nRank 0, this one, was at step 3")
+
+
+# ---------------------------------------------------------------------- two ranks in one process
+
+
+class Ranks:
+    """A watch for rank 0, and a rank 1 that only writes notes."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.exits: list[int] = []
+        self.step = itertools.repeat(0)
+        self.posts: list[Post] = []
+        self.other = self.post()
+        self.watch = Watch(
+            self.store,
+            0,
+            2,
+            lambda: Whereabouts(next(self.step)),
+            timeout=6 * PERIOD,
+            store_host="here",
+            exit_process=self.exits.append,
+        )
+
+    def post(self) -> Post:
+        post = Post(self.store, 1, 2, lambda: Whereabouts(5), PERIOD)
+        post.start()
+        self.posts.append(post)
+        return post
+
+
+@pytest.fixture
+def two() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.watch.stop()
+    for post in ranks.posts:
+        post.stop(5)
+
+
+def _within(seconds: float, condition: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(PERIOD / 2)
+    return bool(condition())
+
+
+def test_nobody_is_given_up_while_all_live(two: Ranks) -> None:
+    time.sleep(20 * PERIOD)
+    assert not two.exits
+    assert _aborts() == 0
+
+
+def test_a_silent_rank_does_not_matter_while_this_one_makes_progress(two: Ranks) -> None:
+    two.step = itertools.count()
+    two.other.stop(5)
+    time.sleep(20 * PERIOD)
+    assert not two.exits
+
+
+def test_a_process_that_does_not_come_back_is_ended_with_the_report(
+    two: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two.other.stop(5)
+    assert _within(5, lambda: two.exits == [EXIT_CODE])
+    assert "Rank 1 died or was stopped" in capsys.readouterr().err
+
+
+def test_a_main_thread_that_comes_back_is_given_the_report(two: Ranks) -> None:
+    two.other.send_last(State.FAILED, "ValueError: bad", 5)
+    report = two.watch.explain(RuntimeError("gloo: Connection closed by peer"))
+    assert report is not None
+    assert "Rank 1 failed at step 5" in report
+    assert "ValueError: bad" in report
+    time.sleep(10 * PERIOD)
+    assert not two.exits
+
+
+def test_an_error_of_ones_own_is_told_and_not_explained(two: Ranks) -> None:
+    assert two.watch.explain(ValueError("mine")) is None
+    two.other.wants_notes = True
+    assert _within(5, lambda: failed_ranks(two.other.seen()) == [0])
+    assert "ValueError: mine" in two.other.seen()[0].note.text
+
+
+def test_a_rank_that_has_ended_is_not_lost(two: Ranks) -> None:
+    two.other.send_last(State.FINISHED, "", 5)
+    two.other.stop(5)
+    time.sleep(20 * PERIOD)
+    assert not two.exits
+
+
+def _aborts() -> int:
+    return sum(thread.name == "ldh-health-abort" for thread in threading.enumerate())
+
+
+# ---------------------------------------------------------------------- checks over ranks
+
+
+def _check(dtype: torch.dtype, differ: bool) -> str:
+    group = comm.new_group(comm.resolve_group(None), cpu=True)
+    params = [torch.ones(3, 4).to(dtype), torch.zeros(0).to(dtype), torch.ones(2, 2).to(dtype).t()]
+    if differ and comm.rank() == 1:
+        params[2][0, 1] = 2
+    try:
+        check_replicas(["a", "b", "c"], params, group, "now")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_replicas_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
+    assert run_ranks(_check, dtype, False) == ["", ""]
+    for text in run_ranks(_check, dtype, True, world_size=3):
+        assert "apart now: 'c' differs between ranks 0, 2 and rank 1 (1 of 3 parameters differ)" in text
+
+
+def _first_bad() -> str:
+    group = comm.new_group(comm.resolve_group(None), cpu=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    nonfinite = NonfiniteGradients(group)
+    for _ in range(2):  # watched twice, looked at once
+        nonfinite.watch([("weight", weight), ("table", table.weight)])
+    factor = float("nan") if comm.rank() == 1 else 1.0
+    (table(torch.tensor([0, 0])).sum() * factor + weight.sum()).backward()
+    try:
+        nonfinite.check(4)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        nonfinite.close()
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_sparse_gradient_is_looked_at() -> None:
+    for text in run_ranks(_first_bad):
+        assert "in step 4, before any exchange: rank 1: the gradient of 'table'. " in text
+
+
+# ---------------------------------------------------------------------- what hooks make of replicas
+
+
+def test_it_is_known_from_when_on_hooks_leave_replicas_different() -> None:
+    local = PostLocalSGD(start_local_sgd_iter=7)
+    assert alike_until(None) == alike_until(PowerSGD(rank=2)) == alike_until(Cast("powersgd", torch.bfloat16))
+    assert alike_until(local) == alike_until(Cast(local, "float16")) == 7
+    assert alike_until(Noop()) == alike_until(Schedule([Stage(5, "noop")])) == 0
+    assert alike_until(PerParameter([Rule(local, min_numel=5)], default="fp16")) == 7
+    assert alike_until(resolve_hook((None, lambda state, bucket: bucket.buffer()))) == 0
