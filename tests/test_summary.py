@@ -1,6 +1,12 @@
 """The lines at the start of a fit."""
 
-from lightning_ddp_hooks.strategy.summary import mib, summary_text
+import math
+
+import pytest
+import torch
+
+from lightning_ddp_hooks import averaging, hooks, optim
+from lightning_ddp_hooks.strategy.summary import brief, mib, summary_text, without_effect
 
 FACTS = {
     "world_size": 4,
@@ -16,10 +22,10 @@ FACTS = {
 def test_it_says_who_sends_what() -> None:
     assert summary_text(FACTS, {"hook": "PowerSGD(rank=1)", "averager": None, "optimizer": "sharded"}).split("\n") == [
         "lightning_ddp_hooks: 4 ranks over gloo, native reducer",
-        "  gradients  64 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB",
-        "  a step     sends 96 MiB from each rank without a hook",
-        "  hook       PowerSGD(rank=1)",
-        "  optimizer  sharded",
+        "  gradients   64 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB",
+        "  all-reduce  of them sends 96 MiB from each rank",
+        "  hook        PowerSGD(rank=1)",
+        "  optimizer   sharded",
     ]
 
 
@@ -38,3 +44,34 @@ def test_sizes_have_as_many_digits_as_they_need() -> None:
         "1.50 MiB",
         "58.7 MiB",
     ]
+
+
+def test_a_declaration_is_told_by_what_differs_from_the_defaults() -> None:
+    assert brief(hooks.PowerSGD()) == "PowerSGD()"
+    cast = hooks.Cast(hooks.PowerSGD(rank=2), torch.bfloat16)
+    assert brief(cast) == "Cast(inner=PowerSGD(rank=2), dtype=torch.bfloat16)"
+    assert brief(hooks.TorchHook(hook=mib, state=torch.ones(2))).startswith("TorchHook(hook=")
+    assert brief(optim.OptimizerInHook(shard=True)) == "OptimizerInHook(shard=True)"
+    assert brief(averaging.PeriodicModelAverager(period=8)) == "PeriodicModelAverager(period=8)"
+
+
+@pytest.mark.parametrize(
+    ("hook", "averager", "steps", "wanted"),
+    [
+        (hooks.PowerSGD(start_iter=10), None, 11, ()),
+        (hooks.PowerSGD(start_iter=10), None, math.inf, ()),
+        (hooks.PowerSGD(start_iter=10), None, 10, ("PowerSGD", "10 steps", "`start_iter`")),
+        (hooks.Cast(hooks.OneBit(start_iter=10), "float16"), None, 5, ("OneBit", "5 steps")),
+        (None, averaging.PeriodicModelAverager(period=2, warmup_steps=7), 7, ("PeriodicModelAverager", "7 steps")),
+        (None, averaging.PeriodicModelAverager(period=2, warmup_steps=7), 8, ()),
+        (hooks.Noop(), None, 8, ("Noop", "of its own")),
+        (hooks.Noop(), averaging.PeriodicModelAverager(period=2), 8, ()),
+        (hooks.PostLocalSGD(start_local_sgd_iter=3), None, 8, ("PostLocalSGD", "drift apart")),
+        (hooks.PostLocalSGD(start_local_sgd_iter=3), averaging.PeriodicModelAverager(period=2, warmup_steps=3), 8, ()),
+    ],
+)
+def test_settings_without_effect_are_named(hook, averager, steps, wanted) -> None:  # type: ignore[no-untyped-def]
+    texts = list(without_effect(hook, averager, steps))
+    assert len(texts) == bool(wanted)
+    for part in wanted:
+        assert part in texts[0]

@@ -55,7 +55,10 @@ def load_target(args: argparse.Namespace) -> Target:
     data_class = None if args.data is None else find(args.data, "--data")
     batch = None if args.batch is None else find(args.batch, "--batch")
     if model_class is None and "class_path" not in (config.get("model") or {}):
-        raise ValueError("Name the LightningModule: --model pkg.Module, or a --config whose `model` has a class_path.")
+        raise ValueError(
+            "Name the LightningModule: --model pkg.Module, or a --config whose `model` has a class_path. The "
+            "configuration of a LightningCLI with fixed classes needs --model and --data beside it."
+        )
     if data_class is not None and batch is not None:
         raise ValueError("Set --data or --batch, not both.")
 

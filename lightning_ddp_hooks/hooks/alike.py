@@ -1,4 +1,4 @@
-"""Whether replicas stay alike under a hook: whether all ranks get the same result from it."""
+"""From which step on a hook does what it is for, and whether all ranks get the same result from it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def alike_until(hook: CommHook | None) -> float:
         elif isinstance(part, PostLocalSGD):
             steps.append(part.start_local_sgd_iter)
     return min(steps)
+
+
+def late_starts(hook: CommHook | None) -> list[tuple[str, str, int]]:
+    """Return the parts of a declaration that are the plain mean at first: name, setting, and step where they begin."""
+    return [
+        (type(part).__name__, setting, getattr(part, setting))
+        for part in _parts(hook)
+        for setting in ("start_iter", "start_local_sgd_iter")
+        if getattr(part, setting, 0) > 0
+    ]
 
 
 def _parts(hook: CommHook | None) -> Iterator[CommHook]:

@@ -99,7 +99,7 @@ class _BoundPerParameter(BoundHook):
         self._children: list[BoundHook] = []
         for position, hook in enumerate([*(rule.hook for rule in self._rules), config.default]):
             its_own = [(name, param) for name, param in named if self._rule_of(name, param) == position]
-            if not its_own and position < len(self._rules):
+            if not its_own and position < len(self._rules) and context.rank == 0:
                 warnings.warn(
                     f"No trainable parameter is left for rule {position} of PerParameter, {self._rules[position]}.",
                     stacklevel=2,

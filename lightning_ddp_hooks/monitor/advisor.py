@@ -109,7 +109,7 @@ def _because(plain: Option, chosen: Option) -> str:
     if chosen is plain:
         text = f"The plain mean waits {ms_text(plain.predicted.exposed)} of {ms_text(plain.predicted.step)} ms"
         if waiting < 0.05:
-            return f"{text}: there is next to nothing to gain. Plain all-reduce is best; change nothing."
+            return f"{text}: there is next to nothing to gain. Plain all-reduce is best."
         return f"{text}, but none of the accepted options saves enough of it. Plain all-reduce is best."
     return (
         f"A step takes {ms_text(chosen.predicted.step)} instead of {ms_text(plain.predicted.step)} ms with the plain "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 from lightning_ddp_hooks.strategy.health import HealthStrategy
 from lightning_ddp_hooks.strategy.lightning_names import averager_by_lightnings_names, hook_by_lightnings_names
-from lightning_ddp_hooks.strategy.summary import summary_text
+from lightning_ddp_hooks.strategy.summary import brief, summary_text, without_effect
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -326,20 +327,20 @@ class DDPHooksStrategy(HealthStrategy):
             self._restore_hook()
             self._step_behind_the_mean()
         self._follow_loss_scale()
-        rank_zero_info(self._summary())
+        self._say_what_is_done()
 
-    def _summary(self) -> str:
-        hook = None if self._hook is None else declaration_text(self._hook)
-        if hook is None and self._bound_hook is not None:  # registered for this fit alone
-            hook = self._bound_hook.name
-        return summary_text(
-            self.reducer.stats(),
-            {
-                "hook": hook,
-                "averager": None if self._averager is None else declaration_text(self._averager),
-                "optimizer": None if self._optimizer_in_hook is None else repr(self._optimizer_in_hook),
-            },
-        )
+    def _say_what_is_done(self) -> None:
+        hook = self._hook if self._fit_hook is None else self._fit_hook
+        parts = {"hook": hook, "averager": self._averager, "optimizer": self._optimizer_in_hook}
+        texts = {label: None if part is None else brief(part) for label, part in parts.items()}
+        rank_zero_info(summary_text(self.reducer.stats(), texts))
+        module = self.lightning_module
+        assert module is not None
+        known = module.automatic_optimization  # else a step of the Trainer is not one of ours
+        steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
+        if self.global_rank == 0:
+            for text in without_effect(hook, self._averager, steps):
+                log.warning(text)
 
     def _follow_loss_scale(self) -> None:
         """Have the hook's memory follow the scale of the loss, which is that of the gradients; waits for the device."""

@@ -1,9 +1,18 @@
-"""What rank zero says at the start of a fit: who communicates what, in a few aligned lines."""
+"""What rank zero says at the start of a fit: who communicates what, and which settings will have no effect in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
+
+import torch
+
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.hooks.alike import alike_until, late_starts
+from lightning_ddp_hooks.hooks.allreduce import Noop
+from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text
+from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
@@ -17,7 +26,7 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
         >>> print(summary_text(reducer.stats(), {"hook": "PowerSGD(rank=1)", "averager": None}))
         lightning_ddp_hooks: 2 ranks over gloo, native reducer
           gradients  58.7 MiB of 150 parameters, in buckets of 1 and then 25 MiB
-          a step     sends 58.7 MiB from each rank without a hook
+          all-reduce of them sends 58.7 MiB from each rank
           hook       PowerSGD(rank=1)
     """
     ranks, total = facts["world_size"], facts["total_parameter_size_bytes"]
@@ -30,13 +39,63 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
     sent = 2 * (ranks - 1) / ranks * total
     lines = {
         "gradients": f"{mib(total)} of {facts['num_parameter_tensors']} parameters, in {sizes}",
-        "a step": f"sends {mib(sent)} from each rank" + (" without a hook" if parts.get("hook") else ""),
+        "all-reduce": f"of them sends {mib(sent)} from each rank",
         **{label: text for label, text in parts.items() if text is not None},
     }
     width = max(map(len, lines))
     who = "1 rank" if ranks == 1 else f"{ranks} ranks"
     head = f"lightning_ddp_hooks: {who} over {facts['comm_backend']}, {facts['backend']} reducer"
     return "\n".join([head, *(f"  {label.ljust(width)}  {text}" for label, text in lines.items())])
+
+
+def brief(declaration: object) -> str:
+    """Describe a declaration by its values that are not the defaults."""
+    if isinstance(declaration, (list, tuple)):
+        return "[" + ", ".join(map(brief, declaration)) + "]"
+    if isinstance(declaration, torch.dtype) or not is_dataclass(declaration) or isinstance(declaration, type):
+        return declaration_text(declaration)
+    inside = []
+    for entry in fields(declaration):
+        value = getattr(declaration, entry.name)
+        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        if entry.repr and (default is MISSING or _differs(value, default)):
+            inside.append(f"{entry.name}={brief(value)}")
+    return f"{type(declaration).__name__}({', '.join(inside)})"
+
+
+def _differs(value: object, default: object) -> bool:
+    try:
+        return bool(value != default)
+    except (RuntimeError, ValueError):  # of a tensor or an array
+        return True
+
+
+def without_effect(hook: CommHook | None, averager: ModelAverager | None, steps: float) -> Iterator[str]:
+    """Say what of the settings will do nothing, or not what its user may think.
+
+    Args:
+        hook: the hook of this fit.
+        averager: the averager, if any.
+        steps: how many steps the fit has in all; infinity if that is not known.
+    """
+    for name, setting, start in late_starts(hook):
+        if start >= steps:
+            yield (
+                f"The hook {name} is the plain mean up to step {start}, and this fit has {steps:.0f} steps: set "
+                f"`{setting}` lower for it to do anything."
+            )
+    if averager is not None and averager.warmup_steps >= steps:
+        yield (
+            f"{type(averager).__name__} begins after {averager.warmup_steps} steps, and this fit has {steps:.0f}: set "
+            "`warmup_steps` lower for it to do anything."
+        )
+    if averager is None and isinstance(hook, Noop):
+        yield "The hook Noop exchanges no gradients: each rank trains a model of its own, and that of rank 0 is saved."
+    elif averager is None and isinstance(hook, PostLocalSGD) and alike_until(hook) < steps:
+        yield (
+            f"The hook PostLocalSGD averages within subgroups only from step {hook.start_local_sgd_iter} on, and no "
+            "`averager` brings the subgroups together: their models drift apart."
+        )
 
 
 def mib(count: float) -> str:
