@@ -72,12 +72,16 @@ def strategy_of(settings: OptimizerInHook | None) -> Any:
 
 def save(folder: str, epochs: int = 1) -> None:
     """Fit for an epoch and save it, in each mode and with each optimizer."""
-    for mode, settings in [("plain", None), *MODES.items()]:
-        for kind in KINDS:
-            path = Path(folder, mode, kind, "end.ckpt")
-            saver = ModelCheckpoint(path.parent, path.stem, every_n_epochs=1, save_on_train_epoch_end=True)
-            options = {**EXACT, "max_epochs": epochs, "enable_checkpointing": True, "callbacks": [saver]}
-            make_trainer(strategy_of(settings), **options).fit(module_of(kind))
+    for mode in ("plain", *MODES):
+        save_mode(folder, mode, epochs)
+
+
+def save_mode(folder: str, mode: str, epochs: int = 1) -> None:
+    for kind in KINDS:
+        path = Path(folder, mode, kind, "end.ckpt")
+        saver = ModelCheckpoint(path.parent, path.stem, every_n_epochs=1, save_on_train_epoch_end=True)
+        options = {**EXACT, "max_epochs": epochs, "enable_checkpointing": True, "callbacks": [saver]}
+        make_trainer(strategy_of(MODES.get(mode)), **options).fit(module_of(kind))
 
 
 def whole(kind: str) -> State:
@@ -147,6 +151,16 @@ def test_going_on_at_another_number_of_ranks(of_two_ranks: tuple[str, list[dict[
             held = [result[kind][1] for result in results]
             if world_size == 3:
                 assert max(held) < sum(held), "the state is not shared"
+
+
+@pytest.mark.parametrize("settings", [None, MODES["sharded"]], ids=["plain", "sharded"])
+def test_one_rank_goes_on_from_what_three_have_saved(
+    of_two_ranks: tuple[str, list[dict[str, Any]]], tmp_path: Path, settings: OptimizerInHook | None
+) -> None:
+    run_ranks(save_mode, str(tmp_path), "sharded", world_size=3)
+    (results,) = run_ranks(go_on, str(tmp_path), "sharded", settings, world_size=1)
+    for kind in KINDS:
+        assert_close(results[kind][0], of_two_ranks[1][0]["whole"][kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
