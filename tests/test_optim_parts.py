@@ -165,6 +165,26 @@ class ClipsGlobally(_Each):
         return 1.0 / max(1.0, float(norm))
 
 
+class ClipsLargeOnes(_Each):
+    """Clips only what ordinary gradients do not reach."""
+
+    def factor(self, params: list[Tensor]) -> Any:
+        norm = torch.stack([p.grad.norm() for p in params]).norm()  # type: ignore[union-attr]
+        return 100.0 / max(100.0, float(norm))
+
+
+class CountsInState(_Each):
+    """Keeps a counter beside the parameters' state, and lets it decide on the rate."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.state["count"] = 0  # type: ignore[index, assignment]
+
+    def factor(self, params: list[Tensor]) -> Any:
+        self.state["count"] += 1  # type: ignore[index, operator]
+        return 1.0 / self.state["count"]  # type: ignore[index, operator]
+
+
 class Estimates(_Each):
     """Learns a rate from all parameters, and keeps it in the groups, as Prodigy and D-Adaptation do."""
 
@@ -247,9 +267,14 @@ def test_torchs_optimizers_pass(name: str) -> None:
     assert _fit(TORCH[name]).advances is False
 
 
-@pytest.mark.parametrize("make", [Noisy, Uncopyable, WithEvaluation], ids=lambda make: make.__name__)
-def test_an_optimizer_that_cannot_be_tried_or_is_fine_passes(make: Any) -> None:
-    _fit(make, sharded=False)
+@pytest.mark.parametrize("make", [Noisy, Uncopyable], ids=lambda make: make.__name__)
+def test_an_optimizer_that_cannot_be_tried_passes_with_a_warning(make: Any) -> None:
+    with pytest.warns(UserWarning, match=f"{make.__name__} could not be tried out"):
+        _fit(make, sharded=False)
+
+
+def test_an_optimizer_that_changes_parameters_for_evaluation_passes_unsharded() -> None:
+    _fit(WithEvaluation, sharded=False)
 
 
 @pytest.mark.parametrize("name", ADVANCING)
@@ -266,6 +291,11 @@ def test_a_warm_up_from_zero_and_muon_pass() -> None:
 
 CROSSING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
     "LBFGS": (lambda groups: torch.optim.LBFGS([p for g in groups for p in g["params"]]), "LBFGS evaluates the loss"),
+    "global clipping of large gradients": (
+        ClipsLargeOnes,
+        "ClipsLargeOnes cannot be stepped in parts or sharded: its update of a param",
+    ),
+    "a counter among the state": (CountsInState, "CountsInState cannot be stepped in parts or sharded"),
     "global clipping": (ClipsGlobally, "ClipsGlobally cannot be stepped in parts or sharded: its update of a param"),
     "estimated rate": (Estimates, "Estimates cannot be stepped in parts"),
     "known by name": (Prodigy, "Prodigy cannot be stepped in parts"),

@@ -126,3 +126,35 @@ def _compare_zeroing(zeroing: str, views: bool) -> bool:
 @pytest.mark.parametrize("zeroing", ["in place", "never"])
 def test_gradients_that_outlive_a_step_give_the_bits_of_torch_ddp(zeroing: str, views: bool) -> None:
     assert run_ranks(_compare_zeroing, zeroing, views) == [True, True]
+
+
+def _train_with_aliased_gradients(
+    wrap: Callable[[nn.Module], Any], net: nn.Module, zeroing: bool
+) -> list[torch.Tensor]:
+    model = wrap(net)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        for param in net.parameters():
+            assert param.grad is not None
+            param.grad = param.grad.detach()  # another tensor on the same memory
+            if zeroing:
+                param.grad.zero_()
+    return [param.grad.clone() for param in net.parameters() if param.grad is not None]
+
+
+def _compare_aliases(zeroing: bool) -> bool:
+    torch.manual_seed(dist.get_rank())
+    net = mlp()
+    wanted = _train_with_aliased_gradients(
+        lambda module: nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True),
+        copy.deepcopy(net),
+        zeroing,
+    )
+    found = _train_with_aliased_gradients(ldh.DataParallel, net, zeroing)
+    return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("zeroing", [True, False])
+def test_gradients_that_are_another_tensor_on_the_same_memory_survive_a_rebuild(zeroing: bool) -> None:
+    assert run_ranks(_compare_aliases, zeroing) == [True, True]

@@ -11,6 +11,7 @@ What is measured and how is in monitor/; here it is tied to the Trainer's hooks.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,7 +257,7 @@ class CommMonitor(Callback):
         report = self._directory / "report.html"
         report.write_text(build_report(record), encoding="utf-8")
         trace = build_trace(list(record.steps), rank=record.rank, metadata=record.facts)
-        (self._directory / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
+        (self._directory / "trace.json").write_text(json.dumps(_finite(trace), allow_nan=False), encoding="utf-8")
         rank_zero_info(f"CommMonitor: {report}")
 
 
@@ -282,3 +283,12 @@ def _hook_text(strategy: DDPHooksStrategy) -> str:
     if strategy._hook is not None:
         return declaration_text(strategy._hook)
     return "mean all-reduce" if strategy._bound_hook is None else strategy._bound_hook.name
+
+
+def _finite(value: Any) -> Any:
+    """Write null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -24,11 +24,12 @@ from lightning_ddp_hooks.optim.exchange import ParameterExchange
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook, Surroundings
 from lightning_ddp_hooks.optim.owners import Owners
 from lightning_ddp_hooks.optim.replicas import refuse_diverging
-from lightning_ddp_hooks.optim.state import StateDict
+from lightning_ddp_hooks.optim.state import StateDict, optimizer_text
 from lightning_ddp_hooks.optim.step import ShardedStep
 from lightning_ddp_hooks.optim.subset import replace_step
 from lightning_ddp_hooks.optim.surroundings import bucket_bundles
 from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
 class OptimizerDriver:
@@ -92,12 +93,24 @@ class OptimizerDriver:
                 f"`OptimizerInHook` steps one optimizer while gradients come, but there are {len(optimizers)}: use "
                 "`OptimizerInHook(shard=True, overlap=False)`."
             )
+        if self.settings.shard and self._control_group is not None and self._reducer is not None:
+            names = dict(zip(map(id, self._reducer.params), self._reducer.names, strict=True))
+            check_same_on_all_ranks(
+                [],
+                {f"optimizer {n}": optimizer_text(optimizer, names) for n, optimizer in enumerate(optimizers)},
+                self._control_group,
+            )
         self._give_back()
         self._steps.clear()
         for optimizer in optimizers:
             step = ShardedStep(optimizer, self._owners, self._exchange, self._bundles)
             self._undo.append(replace_step(optimizer, step.rest))
             self._steps[id(optimizer)] = step
+
+    @property
+    def attached(self) -> bool:
+        """Whether it has taken over the steps of some optimizers."""
+        return bool(self._undo)
 
     def _give_back(self) -> None:
         for undo in reversed(self._undo):

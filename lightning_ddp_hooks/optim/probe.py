@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> Non
         try:
             crosses, subset.advances = _try_out(optimizer)
         except _NoTrialError:
+            if not type(optimizer).__module__.startswith("torch."):
+                _say_untried(name)
             return
     if crosses:
         raise ValueError(
@@ -78,6 +80,15 @@ def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> Non
             "norm over all of them, an estimated learning rate, or the like). Leave out `optimizer_in_hook` (or "
             "ShardedOptimizer) for it, or switch off what couples parameters."
         )
+
+
+@cache
+def _say_untried(name: str) -> None:
+    warnings.warn(
+        f"{name} could not be tried out on small parameters: stepping it in parts gives the right result only if its "
+        "update of a parameter depends on nothing but that parameter, its state and the values of its group.",
+        stacklevel=2,
+    )
 
 
 def _requires_closure(optimizer: Optimizer) -> bool:
@@ -137,7 +148,7 @@ class _Trial:
             for number in range(_STEPS):
                 for index, param in enumerate(params):
                     # Of different sizes over parameters and steps, so that whatever couples parameters shows.
-                    scale = 10.0 ** ((index + number) % 3 - 1)
+                    scale = (0.1, 1.0, 1e4)[(index + number) % 3]
                     gradient = torch.randn(param.shape, generator=generator).mul_(scale)
                     param.grad = gradient.to(param.dtype).to(param.device)
                 step(clone, params)
@@ -189,6 +200,9 @@ def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
     vars(clone)["param_groups"] = groups
     states: dict[Any, dict[str, Any]] = dict(optimizer.state)
     for param, entries in states.items():  # some optimizers make their state when they are made
+        if not isinstance(param, Tensor):
+            clone.state[param] = copy.deepcopy(entries)
+            continue
         if memo.get(id(param), nothing) is not nothing:
             clone.state[memo[id(param)]] = {
                 name: torch.zeros_like(memo[id(param)])

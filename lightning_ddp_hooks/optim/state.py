@@ -55,6 +55,29 @@ def part_of(plain: Mapping[str, Any], optimizer: Optimizer, wanted: Callable[[Te
     }
 
 
+def optimizer_text(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    """Describe an optimizer in a text that is the same on ranks that have the same one.
+
+    Args:
+        optimizer: to be described by its class, and the parameters and values of its groups.
+        names: of parameters, by ``id``; others are told by their shape.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        params = [names.get(id(param), f"{tuple(param.shape)} {param.dtype}") for param in group["params"]]
+        values = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+        groups.append((params, sorted(values.items())))
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
 def on_host(value: Any) -> Any:
     """Copy whatever tensors there are, to the CPU."""
     if isinstance(value, Tensor):

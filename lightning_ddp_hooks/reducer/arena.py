@@ -51,6 +51,13 @@ class Arena:
             buckets.append(Bucket(layout, params, tail=tail, memory=memory))
         return buckets
 
+    def holds(self, tensor: Tensor | None) -> bool:
+        """Tell whether a tensor lies in this memory."""
+        if tensor is None or tensor.layout is not torch.strided:
+            return False
+        memory = tensor.untyped_storage().data_ptr()
+        return any(block.untyped_storage().data_ptr() == memory for block in self._blocks.values())
+
     def forget(self) -> None:
         """Leave the memory to those gradients that still lie in it."""
         self._blocks.clear()

@@ -237,15 +237,16 @@ class Reducer:
         """Allocate buckets, and move gradients that lie in the old ones."""
         self._planned = None
         params, expected = self.params, self._learning.expected
-        moved = [
+        old = [
             (param, view)
             for bucket in self._buckets  # of other parameters, maybe
             for param, view in zip(bucket.params, bucket.views, strict=True)
-            if param.grad is view
         ]
+        moved = [(param, view) for param, view in old if param.grad is view]
+        keeps = moved or any(self._arena.holds(param.grad) for param, _ in old)
         self._engine.set_layout([], [], expected)
         self._buckets = []
-        if moved:
+        if keeps:  # somebody's gradients lie there, maybe by another tensor on the same memory
             self._arena.forget()
         self._buckets = self._arena.place(layouts, params)
         self._bucket_names = [tuple(self.names[i] for i in bucket.layout.indices) for bucket in self._buckets]
@@ -257,9 +258,9 @@ class Reducer:
                 for param, view in zip(bucket.params, bucket.views, strict=True)
             }
             with torch.no_grad():
-                for param, old in moved:
+                for param, view in moved:
                     # One that has left the buckets keeps what it has.
-                    param.grad = new_views[id(param)].copy_(old) if id(param) in new_views else old.clone()
+                    param.grad = new_views[id(param)].copy_(view) if id(param) in new_views else view.clone()
         self._engine.set_layout(self._buckets, self._bucket_streams, expected)
         self._apply_divisor()
 

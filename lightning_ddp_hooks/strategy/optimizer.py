@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -80,6 +81,17 @@ class OptimizerStrategy(AveragingStrategy):
         super().setup_optimizers(trainer)
         if self._optimizers_driver is not None and trainer.state.fn == TrainerFn.FITTING:
             self._optimizers_driver.attach(self.optimizers)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this fit."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if self._optimizers_driver is not None and self._optimizers_driver.attached:  # others take over in mid-fit
+            self._optimizers_driver.attach(optimizers)
 
     def _stop_optimizers(self) -> None:
         """End a fit; before the reducer goes. A checkpoint can be saved even after that."""
@@ -155,6 +167,11 @@ def refuse_what_comes_too_late(module: LightningModule, trainer: pl.Trainer, pre
                 f"{type(owners[0]).__name__} overrides `{name}`, which is called after the backward, but "
                 f"`optimizer_in_hook` steps while gradients come: {_TWO_PHASES}"
             )
+    if is_overridden("backward", module, LightningModule):
+        rank_zero_warn(
+            f"{type(module).__name__} overrides `backward`, but `optimizer_in_hook` steps within the backward pass, so "
+            f"that what the override does to gradients after it comes too late. If it does so, {_TWO_PHASES}"
+        )
     late: list[object] = [module] if is_overridden("on_after_backward", module, LightningModule) else []
     late += [callback for callback in callbacks if is_overridden("on_after_backward", callback, Callback)]
     if late:

@@ -422,6 +422,13 @@ class DDPHooksStrategy(HealthStrategy):
         self._check_replicas_after_step()
 
     @override
+    def _training_step_ran(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            self.reducer.end_step()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
@@ -437,7 +444,6 @@ class DDPHooksStrategy(HealthStrategy):
         if tail is not None:
             reducer.buffers.refresh(tail.first)
         if not module.automatic_optimization:
-            reducer.end_step()
             if reducer.passes - passes > self._passes_in_backward:
                 self._check_gradients()
             self._step_ended()

@@ -72,8 +72,17 @@ class UnevenStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._uneven is None:
-            return super().training_step(*args, **kwargs)
-        return self._uneven.run_step("training_step", super().training_step, args, kwargs, self._as_if_read)
+            return self._training_step(*args, **kwargs)
+        return self._uneven.run_step("training_step", self._training_step, args, kwargs, self._as_if_read)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step, as it is or in a replay."""
+        output = super().training_step(*args, **kwargs)
+        self._training_step_ran()
+        return output
+
+    def _training_step_ran(self) -> None:
+        """Do what all ranks that were in the user's step do at its end, before anything else that is collective."""
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

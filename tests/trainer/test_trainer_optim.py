@@ -444,3 +444,26 @@ def test_a_sharded_optimizer_may_be_returned_under_any_strategy(strategy: str, t
     for plain, wrapped, saved in run_ranks(fit_wrapped, str(tmp_path), strategy):
         assert_same(wrapped, plain)
         assert saved == list(range(8))
+
+
+class Swaps(Net):
+    """Goes on with another optimizer in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
+
+
+def _fit_swapping() -> list[State]:
+    states = []
+    for settings in (None, *MODES.values()):
+        module = make_module(Swaps)
+        make_trainer({"optimizer_in_hook": settings, **SMALL}, max_epochs=2).fit(module)
+        states.append(state_of(module))
+    return states
+
+
+def test_an_optimizer_that_is_replaced_in_mid_fit_takes_over() -> None:
+    for plain, *others in run_ranks(_fit_swapping):
+        for state in others:
+            assert_same(state, plain)

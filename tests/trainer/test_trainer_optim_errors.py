@@ -150,3 +150,40 @@ trainer:
     args = ["--seed_everything=0", "--config", str(config)]
     cli = LightningCLI(Net, args=args, run=False, save_config_callback=None, trainer_defaults=quiet)
     assert cli.trainer.strategy._optimizer_in_hook == OptimizerInHook(shard=True, interleaved=False)
+
+
+class OtherOrder(Net):
+    """One rank hands the optimizer its parameters in another order."""
+
+    def configure_optimizers(self) -> Any:
+        params = list(self.parameters())
+        return torch.optim.Adam(params[::-1] if rank() == 1 else params)
+
+
+class OtherRate(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01 * (1 + rank()))
+
+
+class OtherClass(Net):
+    def configure_optimizers(self) -> Any:
+        return (torch.optim.SGD if rank() == 1 else torch.optim.Adam)(self.parameters(), lr=0.01)
+
+
+def _errors_of_different_optimizers() -> list[str]:
+    errors = []
+    for module_class in (OtherOrder, OtherRate, OtherClass):
+        for settings in (OVERLAPPED, TWO_PHASES):
+            with pytest.raises(RuntimeError) as caught:
+                make_trainer({"optimizer_in_hook": settings}).fit(make_module(module_class))
+            errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.ranks
+def test_optimizers_that_differ_over_ranks_raise_on_every_rank() -> None:
+    for errors in run_ranks(_errors_of_different_optimizers):
+        for error in errors:
+            assert "optimizer 0" in error
+            assert "rank 0" in error
+            assert "rank 1" in error

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from trainer_runs import EXACT, WIDTH, assert_close, assert_same, make_module, make_trainer, rank
-from uneven_runs import COUNTS, WORLD, Shard, Stream, UnevenNet, fit_union, make_batch, run_uneven
+from uneven_runs import COUNTS, WORLD, Shard, Stream, UnevenNet, fit_uneven, fit_union, make_batch, run_uneven
 
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import UnevenInputs
@@ -147,6 +147,36 @@ class GanWithEmptyRank(Gan):
 
 def test_manual_optimisation() -> None:
     check((Gan, "ddp_hooks", {}, {}), (GanWithEmptyRank, "ddp_hooks_find_unused_parameters_true", {}, {}))
+
+
+class MoreBackwards(Gan):
+    """In the tail one rank runs more backwards than the others: one that has data, or one that replays."""
+
+    odd_one_out = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        if batch_idx == max(self.counts) - 1 and rank() == self.odd_one_out:
+            super().training_step(batch, batch_idx)
+
+
+class MoreBackwardsElsewhere(MoreBackwards):
+    odd_one_out = 2
+
+
+def _messages(module_classes: list[type[UnevenNet]]) -> list[str]:
+    messages = []
+    for module_class in module_classes:
+        with pytest.raises(RuntimeError) as caught:
+            fit_uneven(module_class, "ddp_hooks", {}, {})
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_different_numbers_of_backwards_in_the_tail_raise_on_every_rank() -> None:
+    for messages in run_ranks(_messages, [MoreBackwards, MoreBackwardsElsewhere], world_size=WORLD):
+        for message in messages:
+            assert "different numbers of backwards" in message
 
 
 class Emulated(UnevenNet):
