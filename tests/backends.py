@@ -24,6 +24,14 @@ def require(backend: str) -> None:
         pytest.skip(reason)
 
 
+# For tests that take long: both engines, and 1 to 3 ranks, but not all pairs. Such a test calls `require` first.
+ENGINES_AND_RANKS = [
+    ("python", 2),
+    pytest.param("native", 1, marks=pytest.mark.timeout(900)),
+    pytest.param("native", 3, marks=pytest.mark.timeout(900)),
+]
+
+
 # The first test that needs it waits for the compiler.
 @pytest.fixture(name="backend", params=["python", pytest.param("native", marks=pytest.mark.timeout(900))])
 def backend_fixture(request: pytest.FixtureRequest) -> str:

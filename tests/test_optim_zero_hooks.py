@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backends import backend_fixture  # noqa: F401
+from backends import ENGINES_AND_RANKS, require
 from optim_case import BUCKETS, OPTIMIZERS, assert_bitwise, groups_of, loss_of, make_model, values
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -65,8 +65,9 @@ def _compare(backend: str, views: bool) -> dict[str, dict[str, tuple[list[Tensor
     return {name: {way: _train(name, way, backend, views=views) for way in ("unsharded", *WAYS)} for name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("backend", "world_size"), ENGINES_AND_RANKS)
 def test_every_way_gives_the_bits_of_the_unsharded_optimizer(world_size: int, backend: str) -> None:
+    require(backend)
     for results in run_ranks(_compare, backend, world_size != 2, world_size=world_size, timeout=100):
         for name, ways in results.items():
             expected, whole = ways["unsharded"]

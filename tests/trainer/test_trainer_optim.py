@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import backend_fixture  # noqa: F401
+from backends import ENGINES_AND_RANKS, require
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, LearningRateMonitor
 from lightning.pytorch.plugins import MixedPrecision
 from optim_case import OPTIMIZERS
@@ -114,8 +114,9 @@ def fit_optimizers(strategy: dict[str, Any], options: dict[str, Any]) -> dict[st
     return {name: fit_modes(_with(name), list(MODES), strategy, options) for name in OPTIMIZERS}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("backend", "world_size"), ENGINES_AND_RANKS)
 def test_every_mode_gives_the_bits_of_the_plain_optimizer(world_size: int, backend: str) -> None:
+    require(backend)
     settings = {"reducer_backend": backend, "gradient_as_bucket_view": world_size != 2}
     options = {"max_epochs": 1, "limit_train_batches": 4}
     results = run_ranks(fit_optimizers, settings, options, world_size=world_size, timeout=100)
