@@ -5,10 +5,12 @@ makes one :class:`Trainee` for each variant, and what it returns comes back to t
 """
 
 import argparse
+import logging
 import os
 import pickle
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,6 +133,22 @@ def _rank_main(
     _result_file(tmp, index).write_bytes(pickle.dumps(result))
     dist.barrier()  # a rank that leaves early must not break one that still reads
     dist.destroy_process_group()
+
+
+def prepare_lightning(rank: Rank) -> None:
+    """Let a Trainer find the world that this process is part of, and have it say nothing but errors."""
+    os.environ.update(
+        RANK=str(rank.index),
+        LOCAL_RANK=str(rank.index),
+        WORLD_SIZE=str(rank.world_size),
+        LOCAL_WORLD_SIZE=str(rank.world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        TORCHELASTIC_RUN_ID="benchmark",
+    )
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
 
 
 # --- training -------------------------------------------------------------------------------------------------------

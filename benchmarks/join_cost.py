@@ -10,16 +10,13 @@ step takes, of all threads, is told too: it does not depend on what else runs on
 """
 
 import argparse
-import logging
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from _harness import Rank, positive_int, run_ranks
+from _harness import Rank, positive_int, prepare_lightning, run_ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -98,18 +95,7 @@ def block(repeats: int, steps: int, own_steps: int, stream: bool, callbacks: lis
 
 
 def measure(rank: Rank, step_ms: float, steps: int, blocks: int) -> dict[str, list[tuple[float, float]]]:
-    os.environ.update(
-        RANK=str(rank.index),
-        LOCAL_RANK=str(rank.index),
-        WORLD_SIZE=str(rank.world_size),
-        LOCAL_WORLD_SIZE=str(rank.world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-        TORCHELASTIC_RUN_ID="join_cost",
-    )
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    prepare_lightning(rank)
     repeats = 1
     while True:
         own = torch.tensor([block(repeats, 20, 20, False, [])[0]])

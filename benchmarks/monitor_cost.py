@@ -10,16 +10,13 @@ Processor time, of all threads, is told too. With ``--report`` the monitor's own
 """
 
 import argparse
-import logging
-import os
 import statistics
 import tempfile
 import time
-import warnings
 from typing import Any
 
 import torch
-from _harness import Rank, make_parser, parse, positive_int, run_ranks
+from _harness import Rank, make_parser, parse, positive_int, prepare_lightning, run_ranks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from models import MODELS, Batch
 from torch.utils.data import DataLoader
@@ -69,18 +66,7 @@ class Switch(Callback):
 
 
 def measure(rank: Rank, name: str, blocks: int, steps: int, options: dict[str, Any]) -> list[tuple[float, float]]:
-    os.environ.update(
-        RANK=str(rank.index),
-        LOCAL_RANK=str(rank.index),
-        WORLD_SIZE=str(rank.world_size),
-        LOCAL_WORLD_SIZE=str(rank.world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-        TORCHELASTIC_RUN_ID="monitor_cost",
-    )
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    prepare_lightning(rank)
     generator = torch.Generator().manual_seed(1000 + rank.index)
     batches = [MODELS[name].make_batch(generator) for _ in range(4)]
     count = WARM_UP + 2 * blocks * steps + 1

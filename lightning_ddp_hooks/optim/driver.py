@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.optim.bundles import bucket_bundles
 from lightning_ddp_hooks.optim.exchange import ParameterExchange
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook, Surroundings
 from lightning_ddp_hooks.optim.owners import Owners
@@ -27,7 +28,6 @@ from lightning_ddp_hooks.optim.replicas import refuse_diverging
 from lightning_ddp_hooks.optim.state import StateDict, optimizer_text
 from lightning_ddp_hooks.optim.step import ShardedStep
 from lightning_ddp_hooks.optim.subset import replace_step
-from lightning_ddp_hooks.optim.surroundings import bucket_bundles
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 

@@ -107,7 +107,11 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data; for `Join`."""
+        """Return what this rank does once it has run out of data; for `Join`.
+
+        Args:
+            **kwargs: not used.
+        """
         return _AveragingJoinHook(self)
 
     @property

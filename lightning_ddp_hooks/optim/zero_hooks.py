@@ -13,11 +13,11 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.optim.bundles import bucket_bundles
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook, Surroundings
 from lightning_ddp_hooks.optim.replicas import refuse_diverging
 from lightning_ddp_hooks.optim.sharded_optimizer import ShardedOptimizer
 from lightning_ddp_hooks.optim.step import ShardedStep
-from lightning_ddp_hooks.optim.surroundings import bucket_bundles
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.reducer import Reducer
 

@@ -1,4 +1,4 @@
-"""What a step in a hook is told of the reducer around it."""
+"""Which parameters lie in one bucket, and so are better owned by one rank."""
 
 from __future__ import annotations
 
