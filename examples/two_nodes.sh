@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Two "nodes" on one machine: each torchrun starts the processes of one of them, as it would on a host of its own.
+#
+#     examples/two_nodes.sh                                                       # one process each
+#     PER_NODE=2 examples/two_nodes.sh --config examples/two_nodes.yaml           # two each, averaged in a hierarchy
+#
+# On real hosts run the one torchrun command on each of them, with its own --node-rank and the address of the first.
+# What is given to this script is handed to digits.py.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+per_node=${PER_NODE:-1}
+address=127.0.0.1
+port=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')} # a free one
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+node() {
+    python -m torch.distributed.run --nnodes=2 --nproc-per-node="$per_node" --node-rank="$1" \
+        --master-addr="$address" --master-port="$port" \
+        "$here/digits.py" fit --trainer.num_nodes=2 --trainer.devices="$per_node" "${@:2}"
+}
+
+node 1 "$@" >/dev/null &
+second=$!
+trap 'kill "$second" 2>/dev/null || true' EXIT
+node 0 "$@" # its last line is the accuracy
+wait "$second"

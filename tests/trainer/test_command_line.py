@@ -1,0 +1,173 @@
+"""The command line: each class and argument can be set and is explained, what is printed can be read, errors help."""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningCLI
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from trainer_runs import Net
+
+from lightning_ddp_hooks import DDPHooksStrategy, averaging, callbacks, hooks, optim
+from lightning_ddp_hooks.hooks import CommHook
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STRATEGY = "--trainer.strategy=lightning_ddp_hooks.DDPHooksStrategy"
+
+# What a class cannot do without.
+NEEDED: dict[type, tuple[str, ...]] = {
+    hooks.PerParameter: ("--it.rules=[{hook: bf16, ndim: 2}]",),
+    hooks.Schedule: ("--it.stages=[{step: 0, hook: bf16}]",),
+    hooks.TorchHook: (f"--it.hook={fp16_compress_hook.__module__}.fp16_compress_hook",),
+    averaging.PeriodicModelAverager: ("--it.period=4",),
+    averaging.HierarchicalModelAverager: ("--it.period_group_size_dict={2: 2}",),
+    averaging.SlowMo: ("--it.period=4",),
+    averaging.DiLoCo: ("--it.period=4",),
+}
+HOOKS = [cls for cls in vars(hooks).values() if inspect.isclass(cls) and issubclass(cls, CommHook) and cls != CommHook]
+AVERAGERS = [getattr(averaging, name) for name in averaging.__all__ if name != "ModelAverager"]
+EXPLAINED = [
+    *(DDPHooksStrategy, *HOOKS, hooks.Rule, hooks.Stage, *AVERAGERS, optim.OptimizerInHook),
+    *(callbacks.UnevenInputs, callbacks.ModelAveraging, callbacks.CommMonitor),
+]
+
+
+def name_of(cls: type) -> str:
+    return cls.__name__
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_of_names_that_lightning_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LightningCLI]:
+    """A `LightningCLI` with the given flags, that does not run."""
+    monkeypatch.setattr(sys, "argv", ["script"])
+    quiet = {"accelerator": "cpu", "logger": False, "devices": 2}
+
+    def run(*flags: str) -> LightningCLI:
+        args = ["--seed_everything=0", *flags]
+        return LightningCLI(Net, args=args, run=False, save_config_callback=None, trainer_defaults=quiet)
+
+    return run
+
+
+@pytest.mark.parametrize("cls", EXPLAINED, ids=name_of)
+def test_every_argument_is_explained(cls: type) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(cls, "it")
+    helps = {action.dest: action.help for action in parser._actions}
+
+    assert [name for name in inspect.signature(cls).parameters if not helps.get(f"it.{name}")] == []
+
+
+@pytest.mark.parametrize("cls", [*HOOKS, *AVERAGERS], ids=name_of)
+def test_every_hook_and_averager_is_taken_by_its_path(cls: type) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    wanted: Any = HookLike | None if issubclass(cls, CommHook) else averaging.ModelAverager | None
+    parser.add_argument("--it", type=wanted)
+    path = f"lightning_ddp_hooks.{'hooks' if issubclass(cls, CommHook) else 'averaging'}.{cls.__name__}"
+    given = parser.parse_args([f"--it={path}", *NEEDED.get(cls, ())])
+
+    assert type(parser.instantiate_classes(given).it) is cls
+
+
+def test_short_names_are_in_the_help_of_the_strategy(command_line: Callable[..., LightningCLI], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        command_line("--trainer.strategy.help=lightning_ddp_hooks.DDPHooksStrategy")
+
+    assert left.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"Short names are {', '.join(sorted(SHORT_NAMES))}." in text
+    for name in inspect.signature(DDPHooksStrategy).parameters:
+        assert f"--trainer.strategy.{name} " in text
+
+
+FLAGS = {
+    "hook of a hook": (
+        STRATEGY,
+        "--trainer.strategy.comm_hook=lightning_ddp_hooks.hooks.Cast",
+        "--trainer.strategy.comm_hook.inner=lightning_ddp_hooks.hooks.PowerSGD",
+        "--trainer.strategy.comm_hook.inner.rank=2",
+    ),
+    "scalars": (
+        STRATEGY,
+        "--trainer.strategy.bucket_cap_mb=auto",
+        "--trainer.strategy.timeout=0:05:00",
+        "--trainer.strategy.failure_timeout=null",
+        "--trainer.strategy.check_replicas_every_n_steps=100",
+        "--trainer.strategy.detect_nonfinite=true",
+        "--trainer.strategy.optimizer_in_hook.shard=true",
+        "--trainer.strategy.optimizer_in_hook.overlap=false",
+    ),
+    "callbacks": (
+        "--trainer.callbacks=lightning_ddp_hooks.callbacks.UnevenInputs",
+        "--trainer.callbacks.policy=stop",
+        "--trainer.callbacks+=lightning_ddp_hooks.callbacks.CommMonitor",
+        "--trainer.callbacks.keep_steps=10",
+        "--trainer.callbacks+=lightning_ddp_hooks.callbacks.ModelAveraging",
+        "--trainer.callbacks.averager=lightning_ddp_hooks.averaging.SlowMo",
+        "--trainer.callbacks.averager.period=4",
+    ),
+    "a file": (f"--config={ROOT / 'examples' / 'powersgd.yaml'}",),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_what_is_printed_is_read_and_printed_the_same(
+    flags: tuple[str, ...], command_line: Callable[..., LightningCLI], tmp_path: Path, capsys: Any
+) -> None:
+    printed: list[str] = []
+    for given in (flags, (f"--config={tmp_path / 'printed.yaml'}",)):
+        with pytest.raises(SystemExit):
+            command_line(*given, "--print_config")
+        printed.append(capsys.readouterr().out)
+        (tmp_path / "printed.yaml").write_text(printed[0])
+
+    assert "lightning_ddp_hooks" in printed[0]
+    assert printed[0] == printed[1]
+
+
+def test_a_pair_of_state_and_function_is_taken_by_the_functions_path(command_line: Callable[..., LightningCLI]) -> None:
+    path = f"{fp16_compress_hook.__module__}.fp16_compress_hook"
+    strategy = command_line(STRATEGY, f"--trainer.strategy.comm_hook=[null, {path}]").trainer.strategy
+
+    assert strategy._hook == hooks.TorchHook(hook=fp16_compress_hook)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["bucket_cap=3"], "'lightning_ddp_hooks.DDPHooksStrategy':.*Option 'bucket_cap' is not accepted"),
+        (["reducer_backend=fast"], r"\['auto', 'native', 'python'\]. Got value: fast"),
+        (["comm_hook=lightning_ddp_hooks.hooks.PowerSGD", "comm_hook.rnk=3"], "Option 'rnk' is not accepted"),
+        (["averager=lightning_ddp_hooks.averaging.SlowMo"], "arguments are required: period"),
+        (["optimizer_in_hook.shards=true"], "Option 'shards' is not accepted"),
+        (["timeout=60"], 'Expected a string with form "h:m:s"'),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_wrong_flag_ends_the_command_with_what_is_expected(
+    flags: list[str], said: str, command_line: Callable[..., LightningCLI], capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        command_line(STRATEGY, *(f"--trainer.strategy.{flag}" for flag in flags))
+
+    assert left.value.code == 2
+    assert re.search(said, capsys.readouterr().err, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["powersdg", "lightning_ddp_hooks.hooks.PowerSDG"])
+def test_a_wrong_hook_is_told_the_right_names(name: str, command_line: Callable[..., LightningCLI]) -> None:
+    with pytest.raises(
+        ValueError, match=f"Unknown communication hook '{name}'; known names: {', '.join(sorted(SHORT_NAMES))}"
+    ):
+        command_line(STRATEGY, f"--trainer.strategy.comm_hook={name}")
