@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from types import FrameType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, PrefixStore, ProcessGroup, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, GradBucket, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.autograd import grad_mode, profiler
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.profiler import record_function
@@ -42,12 +43,21 @@ def current_backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Let in-place writes to ``tensors`` go unnoticed by autograd's version check.
 
     Buffers are broadcast between two forwards of one graph; their saved values are not needed by the backward.
     """
-    return grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    if _PRESERVES_SEVERAL:
+        return grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    stack = ExitStack()
+    for tensor in tensors:
+        stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
+    return stack
+
+
+# Older torch takes one tensor at a time, under this name.
+_PRESERVES_SEVERAL = "tensor" not in inspect.signature(grad_mode._unsafe_preserve_version_counter.__init__).parameters
 
 
 def span(name: str) -> AbstractContextManager[object]:
@@ -169,6 +179,21 @@ def logged_results(trainer: Any) -> Any:
     return trainer._results
 
 
+def all_logged_results(trainer: Any) -> list[Any]:
+    """Return the collections of all loops that can log."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [loop._results for loop in loops]
+
+
+def use_base_checkpoint_io(io: Any, make: Callable[[], Any]) -> None:
+    """Give a plugin that wraps another one, and was given none, what ``make`` returns."""
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    if isinstance(io, _WrappingCheckpointIO) and not io._base_checkpoint_io_configured:
+        io.checkpoint_io = make()
+
+
 def current_hook(module: Any) -> str | None:
     """Return the name of the hook or step that Lightning is calling now, as ``self.log`` knows it."""
     return module._current_fx_name  # type: ignore[no-any-return]
@@ -189,6 +214,49 @@ def list_states(metric: Any) -> dict[str, list[Any]]:
     return {name: value for name in metric._defaults if isinstance(value := getattr(metric, name), list)}
 
 
+def metric_states(metric: Any) -> dict[str, tuple[Any, bool]]:
+    """Return the states of a torchmetrics metric by name, and whether those of ranks are put one behind the other."""
+    from torchmetrics.utilities.data import dim_zero_cat
+
+    return {name: (getattr(metric, name), reduce is dim_zero_cat) for name, reduce in metric._reductions.items()}
+
+
+def metric_gathers(metric: Any) -> bool:
+    """Tell whether ``metric.compute()`` would gather states over all ranks now."""
+    return metric._computed is None and metric._to_sync and not metric._is_synced and metric.process_group is None
+
+
+def follow_logging(results: Any, entry: Callable[[str, str, Any], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Enter ``entry(place, name, metric)`` for each value that is logged, and for each that is computed for an epoch.
+
+    Args:
+        results: the collection of a loop.
+        entry: called with the hook that logged it, its key, and the metric that is about to be computed, or None.
+
+    Returns:
+        What undoes it.
+    """
+    log, get_cache = results.log, results._get_cache
+
+    def log_in_entry(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
+        with entry(fx, name, None):
+            log(fx, name, *args, **kwargs)
+
+    def get_cache_in_entry(result_metric: Any, on_step: bool) -> Any:
+        if on_step or result_metric._computed is not None or not result_metric.meta.on_epoch:
+            return get_cache(result_metric, on_step)
+        metric = None if result_metric.is_tensor else result_metric.value
+        with entry(result_metric.meta.fx, result_metric.meta.name, metric):
+            return get_cache(result_metric, on_step)
+
+    results.log, results._get_cache = log_in_entry, get_cache_in_entry
+
+    def undo() -> None:
+        del results.log, results._get_cache
+
+    return undo
+
+
 def snapshot_metric(metric: Any) -> Callable[[], None]:
     """Note the state of a torchmetrics metric; the function that is returned brings it back."""
     states = metric._copy_state_dict()
@@ -202,44 +270,48 @@ def snapshot_metric(metric: Any) -> Callable[[], None]:
     return restore
 
 
-def refuse_in_standalone_package(name: str) -> None:
+def refuse_in_standalone_package(
+    name: str, package: Literal["pytorch_lightning", "lightning_fabric"] = "pytorch_lightning"
+) -> None:
     """Have ``pytorch_lightning``'s Trainer say which import to change when it is given our strategy's name.
 
     ``pytorch_lightning`` has classes of its own, which do not mix with ``lightning.pytorch``'s. It may be imported
-    after us, so its import is watched.
+    after us, so its import is watched. The same holds for ``lightning_fabric`` and ``lightning.fabric``.
     """
-    package = "pytorch_lightning"
     if package in sys.modules:
-        _register_refusal(name)
-    elif not any(isinstance(finder, _StandalonePackageFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _StandalonePackageFinder(package, lambda: _register_refusal(name)))
+        _register_refusal(name, package)
+    elif not any(isinstance(f, _StandalonePackageFinder) and f.package == package for f in sys.meta_path):
+        sys.meta_path.insert(0, _StandalonePackageFinder(package, lambda: _register_refusal(name, package)))
 
 
-def _register_refusal(name: str) -> None:
+_STANDALONE = {
+    "pytorch_lightning": "use `import lightning.pytorch as pl` (or `from lightning.pytorch import Trainer`) instead of "
+    "`import pytorch_lightning as pl`, also for your LightningModule and callbacks.",
+    "lightning_fabric": "use `from lightning.fabric import Fabric` instead of `from lightning_fabric import Fabric`.",
+}
+
+
+def _register_refusal(name: str, package: str) -> None:
     def refuse(**_: object) -> None:
-        raise ValueError(
-            f"strategy={name!r} belongs to the package `lightning`: use `import lightning.pytorch as pl` (or "
-            "`from lightning.pytorch import Trainer`) instead of `import pytorch_lightning as pl`, also for your "
-            "LightningModule and callbacks."
-        )
+        raise ValueError(f"strategy={name!r} belongs to the package `lightning`: {_STANDALONE[package]}")
 
-    from pytorch_lightning.strategies import StrategyRegistry
-
+    strategies = importlib.import_module(f"{package}.strategies")
+    registry: Any = getattr(strategies, "StrategyRegistry", None) or strategies.STRATEGY_REGISTRY
     for suffix in ("", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"):
-        StrategyRegistry.register(name + suffix, refuse, override=True)
+        registry.register(name + suffix, refuse, override=True)
 
 
 class _StandalonePackageFinder(importlib.abc.MetaPathFinder):
     """Calls back once a package has been imported."""
 
     def __init__(self, package: str, callback: Callable[[], None]) -> None:
-        self._package = package
+        self.package = package
         self._callback = callback
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._package:
+        if fullname != self.package:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -277,9 +349,21 @@ def default_store() -> Store:
 def second_connection(store: Store, prefix: str, timeout: timedelta) -> Store:
     """Return a store that has those keys of ``store`` that begin with a prefix, and a connection of its own.
 
-    That stores can be cloned is not in torch's documentation.
+    That stores can be cloned is not in torch's documentation, and older torch cannot: it dials the address once more.
+
+    Raises:
+        NotImplementedError: a store that cannot be connected to a second time.
     """
-    clone: Store = store.clone()  # type: ignore[attr-defined]
+    if hasattr(store, "clone"):
+        clone: Store = store.clone()
+    else:
+        base: Any = getattr(store, "_underlying_non_prefix_store", store)
+        if isinstance(base, TCPStore):
+            clone = TCPStore(base.host, base.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        elif isinstance(base, FileStore):
+            clone = FileStore(base.path)  # type: ignore[attr-defined]
+        else:
+            raise NotImplementedError(f"{type(base).__name__} cannot be cloned")
     clone.set_timeout(timeout)
     return PrefixStore(prefix, clone)
 
@@ -295,6 +379,14 @@ def process_groups() -> list[ProcessGroup]:
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)
+
+
+def collectives_begun(group: ProcessGroup) -> int:
+    """Return how many collectives a group has begun; 0 if its backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return 0
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_ddp_hooks.hooks.contract import BoundHook
+from lightning_ddp_hooks.hooks.state import require_sound
 
 STATE_KEY = "lightning_ddp_hooks"
 FORMAT = 1
+_MAX_STEP = 1 << 53  # what a float can count to
 
 
 def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0, collective: bool) -> dict[str, Any]:
@@ -38,14 +40,50 @@ def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0
     return state
 
 
-def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+def require_trainer_checkpoint(checkpoint: object, path: str) -> None:
+    """Make sure that what was read from a file was written by a Trainer.
+
+    Raises:
+        ValueError: it was not.
+    """
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"Expected a Trainer's checkpoint in {path!r}, found a {type(checkpoint).__name__}.")
+    if not isinstance(checkpoint.get("pytorch-lightning_version"), str):  # nor would the Trainer take it
+        keys = ", ".join(map(repr, list(checkpoint)[:4]))
+        raise ValueError(
+            f"Expected a Trainer's checkpoint in {path!r}, found a dict without 'pytorch-lightning_version' (its keys: "
+            f"{keys or 'none'}{', ...' if len(checkpoint) > 4 else ''}). If these are weights alone, load them into "
+            "the module: `module.load_state_dict(...)`."
+        )
+
+
+def progress_in(checkpoint: Mapping[str, Any]) -> str:
+    """Say how far the run was that wrote a checkpoint."""
+    state = checkpoint.get(STATE_KEY)
+    step = state.get("step") if isinstance(state, Mapping) else None
+    parts = {"epoch": checkpoint.get("epoch"), "global step": checkpoint.get("global_step"), "training step": step}
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if isinstance(value, int)) or "no progress"
+
+
+def read_training_state(checkpoint: Mapping[str, Any], path: str | None = None) -> dict[str, Any] | None:
     """Return the state in a checkpoint, checked for its form; None if it holds weights only.
 
     Of a run with another strategy it is the number of steps.
 
+    Args:
+        checkpoint: as the Trainer wrote it.
+        path: of its file, for error messages.
+
     Raises:
         ValueError: it is not what this version writes.
     """
+    try:
+        return _read_training_state(checkpoint)
+    except ValueError as error:
+        raise error if path is None else ValueError(f"{path}: {error}") from error
+
+
+def _read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     state = checkpoint.get(STATE_KEY)
     if state is None:
         return _of_another_strategy(checkpoint)
@@ -55,7 +93,7 @@ def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         or not isinstance(state.get("step"), int)
     ):
         raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: expected a dict with `format` and `step`.")
-    if state["format"] < 1 or state["step"] < 0:
+    if state["format"] < 1 or not 0 <= state["step"] <= _MAX_STEP:
         raise ValueError(
             f"The checkpoint's entry {STATE_KEY!r} is damaged: found format {state['format']} and step {state['step']}."
         )
@@ -75,11 +113,14 @@ def read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 def _of_another_strategy(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     if "optimizer_states" not in checkpoint:
         return None
-    step = int(checkpoint.get("global_step", 0))
-    if len(checkpoint["optimizer_states"]) > 1:
-        # Each optimizer's step counts there; what we count is batches.
-        loop = checkpoint.get("loops", {}).get("fit_loop", {})
-        step = int(loop.get("epoch_loop.batch_progress", {}).get("total", {}).get("completed", step))
+    try:
+        step = int(checkpoint.get("global_step", 0))
+        if len(checkpoint["optimizer_states"]) > 1:
+            # Each optimizer's step counts there; what we count is batches.
+            loop = checkpoint.get("loops", {}).get("fit_loop", {})
+            step = int(loop.get("epoch_loop.batch_progress", {}).get("total", {}).get("completed", step))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"The checkpoint is damaged: its number of steps cannot be read ({error}).") from error
     return {"format": FORMAT, "step": step, "hook": None, "missing": []}
 
 
@@ -99,9 +140,10 @@ def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None
         return "The checkpoint holds the state of a communication hook, but this run has none." if saved else None
     if saved is None:
         return None
+    require_sound(saved, f"{STATE_KEY}['hook']")
     try:
         hook.load_state_dict(saved)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"The checkpoint's state of communication hook {hook.name} is damaged: {type(error).__name__}: {error}."
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -226,6 +226,11 @@ def abort_groups() -> None:
             group.abort()
 
 
+def collectives_begun() -> int:
+    """Return how many collectives this process has begun, in all groups that count theirs; from any thread."""
+    return sum(_compat.collectives_begun(group) for group in _compat.process_groups())
+
+
 # gloo raises plain RuntimeErrors.
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Operation timed out")
 
@@ -251,6 +256,23 @@ def destroy_group(group: ProcessGroup) -> None:
         dist.destroy_process_group(group)
     elif key[0] is dist.group.WORLD:
         _idle_parts.append((key, group))
+
+
+def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) -> None:
+    """Free groups, after an error, as far as that is safe when other ranks may be anywhere.
+
+    Freeing a group waits for what is in flight on it. What only a part of the world has made stays, since all its ranks
+    would have to decide so alike.
+
+    Args:
+        groups: made by `new_group`.
+        in_flight: whether this rank has begun a collective on one of them and not waited for it.
+    """
+    if in_flight or not is_initialized():
+        return
+    for group in groups:
+        if group not in _parts_in_use and backend_name(group) == "gloo":
+            dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------- what is sent

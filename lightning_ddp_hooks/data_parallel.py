@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import declaration_text
@@ -22,6 +21,7 @@ from lightning_ddp_hooks.join.data_parallel_hook import (
     DataParallelJoinHook,
 )
 from lightning_ddp_hooks.reducer.config import ReducerConfig
+from lightning_ddp_hooks.reducer.outputs import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 
@@ -122,7 +122,7 @@ class DataParallel(nn.Module, Joinable):
             # As in torch, the forward decides whether its backward is synchronised.
             self.reducer.sync = self._sync
             if self._sync:
-                self.reducer.watch_backward_of([t for t in _tensors(output) if t.requires_grad and not t.is_leaf])
+                self.reducer.watch_backward_of(roots_in(output))
         return output
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -231,18 +231,3 @@ class DataParallel(nn.Module, Joinable):
         """Remove all hooks, free buckets and groups, and return the module."""
         self.reducer.detach()
         return self.module
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Find the tensors in a module's output."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from _tensors(getattr(value, entry.name))

@@ -23,11 +23,12 @@ LAYERS = [
     ["reducer", "health"],
     ["monitor"],
     ["comm"],
-    ["traffic"],
+    ["traffic", "arguments"],
     ["_compat"],
 ]
 MAY_IMPORT_LIGHTNING = {"__init__", "__main__", "cli", "strategy", "fabric", "callbacks", "checkpoint", "_compat"}
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}
+MAKE_FLOATS = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
 
 
 def _files() -> list[Path]:
@@ -88,3 +89,32 @@ def test_every_public_name_is_exported_and_documented() -> None:
     for name in lightning_ddp_hooks.__all__:
         value = getattr(lightning_ddp_hooks, name)
         assert name == "__version__" or value.__doc__, name
+
+
+# Calls that run what they read, or let strangers connect.
+_TRUSTING = {
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "eval", "exec", "socket.socket", "socket.create_server",
+    "socketserver.TCPServer", "multiprocessing.Manager",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_unpickles_or_listens(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in _TRUSTING, f"{path.name}:{node.lineno} calls {name}"
+            if name == "torch.load":
+                assert any(keyword.arg == "weights_only" for keyword in node.keywords), f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_tensors_are_made_in_a_dtype_that_is_named(path: Path) -> None:
+    """Else in manual optimisation with `precision="bf16-true"` or `"64-true"` they are made in that one."""
+    if _part(path) not in ("hooks", "averaging", "reducer", "optim", "join", "health"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKE_FLOATS:
+            named = any(keyword.arg == "dtype" for keyword in node.keywords)
+            strides_only = "device='meta'" in ast.unparse(node)
+            assert named or strides_only, f"{path.name}:{node.lineno}: say the dtype in {ast.unparse(node)}"

@@ -1,6 +1,8 @@
 """The parts of the watch over other ranks, without other ranks: notes, reports, and who is given up when."""
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +13,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
 from lightning_ddp_hooks.health.note import MAX_TEXT, Note, State, Whereabouts
 from lightning_ddp_hooks.health.post import Post
 from lightning_ddp_hooks.health.replicas import check_replicas
-from lightning_ddp_hooks.health.report import Sighting, failed_ranks, failure_report, lost_ranks
+from lightning_ddp_hooks.health.report import Sighting, failed_ranks, failure_report, lost_ranks, parted
 from lightning_ddp_hooks.health.watch import EXIT_CODE, Watch
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.alike import alike_until
@@ -74,6 +77,63 @@ def test_a_rank_that_knows_nothing_itself_takes_the_word_of_one_that_gave_up() -
     seen = {1: Sighting(_note(State.GAVE_UP, "Rank 2 died or was stopped."), 0), 2: Sighting(_note(), 0)}
     report = failure_report(0, HERE, seen, silent_s=5)
     assert report.startswith("Rank 1 gave up: Rank 2 died or was stopped.\nRank 0, this one, was at step 3")
+
+
+def _waits(
+    what: str, *, buckets: int = 0, still_s: float = 9, state: State = State.RUNNING, silent_s: float = 0
+) -> Sighting:
+    return Sighting(Note(1, Whereabouts(2, 2, buckets, buckets, what), state), silent_s, still_s)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([_waits("a decision")], True),
+        ([_waits("bucket 0", buckets=2)], True),
+        ([_waits("a value")], False),  # the same as this rank: the network is slow
+        ([_waits("")], False),  # it computes
+        ([_waits("a decision", still_s=1)], False),  # it has only just come there
+        ([_waits("a decision", state=State.FINISHED)], False),
+        ([_waits("a decision", silent_s=4)], False),  # it was stopped there, and may well have been on its way
+        ([_waits("a decision"), _waits("")], False),
+        ([_waits("a decision"), _waits("a value")], True),
+        ([], False),  # nothing is known of them
+    ],
+)
+def test_ranks_have_parted_only_if_all_wait_and_not_for_the_same(others: list[Sighting], expected: bool) -> None:
+    here = Whereabouts(2, waits_for="a value")
+    assert parted(here, dict(enumerate(others, 1)), max(2, 1 + len(others)), 5) is expected
+
+
+def test_ranks_in_a_backward_wait_for_the_same() -> None:
+    here = Whereabouts(2, 2, 1, 2, "bucket 0")
+    assert not parted(here, {1: _waits("bucket 1", buckets=2)}, 2, 5)
+
+
+def _look_at_a_blocked_thread(size: int) -> str:
+    tensor, found = torch.zeros(size), ""
+    thread = threading.Thread(target=dist.broadcast, args=(tensor, 0))
+    if dist.get_rank() == 0:
+        time.sleep(0.4)
+    thread.start()
+    deadline = time.monotonic() + 0.3
+    while dist.get_rank() and not found and time.monotonic() < deadline:
+        assert thread.ident is not None
+        found = blocking_collective(thread.ident)
+    thread.join()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_collective_in_which_a_thread_is_blocked_is_found() -> None:
+    root, other = run_ranks(_look_at_a_blocked_thread, 4)
+    assert root == ""
+    assert other.startswith("`broadcast` called by run (threading.py:")
+    assert run_ranks(_look_at_a_blocked_thread, 1 << 20) == ["", ""]  # it may be on its way
+
+
+def test_no_collective_is_found_where_there_is_none() -> None:
+    assert blocking_collective(threading.get_ident()) == ""
 
 
 # ---------------------------------------------------------------------- two ranks in one process
@@ -150,6 +210,23 @@ def test_a_main_thread_that_comes_back_is_given_the_report(two: Ranks) -> None:
     assert "ValueError: bad" in report
     time.sleep(10 * PERIOD)
     assert not two.exits
+
+
+def test_a_signal_whose_handler_raises_does_not_break_the_report_off(two: Ranks) -> None:
+    def handler(*_: object) -> None:
+        raise RuntimeError("a collective in a handler of signals")
+
+    before = signal.signal(signal.SIGUSR2, handler)
+    timer = threading.Timer(2 * PERIOD, os.kill, (os.getpid(), signal.SIGUSR2))
+    two.other.stop(5)
+    timer.start()
+    try:
+        report = two.watch.explain(RuntimeError("gloo: Connection closed by peer"))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert report is not None
+    assert "Rank 1 died or was stopped" in report
 
 
 def test_an_error_of_ones_own_is_told_and_not_explained(two: Ranks) -> None:

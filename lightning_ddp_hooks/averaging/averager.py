@@ -23,6 +23,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.flat import FlatMean
 from lightning_ddp_hooks.averaging.optimizer_state import average_optimizer_state
 from lightning_ddp_hooks.averaging.schedule import require_int
+from lightning_ddp_hooks.hooks.state import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +245,7 @@ class BoundAverager(ABC):
                 f"Expected the state of a {kind}, found that of a {state['kind']}: continue with the averager that the "
                 "checkpoint was written with, or start from the model's weights alone."
             )
-        self.step = int(state["step"])
+        self.step = whole_number(state["step"])
         self._load_extra_state(state)
 
     def _extra_state(self) -> dict[str, Any]:
@@ -253,10 +254,18 @@ class BoundAverager(ABC):
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most averagers have none)
         pass
 
-    def close(self) -> None:
-        """Free the groups."""
-        for group in self._own_groups:
-            comm.destroy_group(group)
+    @property
+    def in_flight(self) -> bool:
+        """Whether a collective was begun that goes on between steps."""
+        return False
+
+    def close(self, *, failed: bool = False) -> None:
+        """Free the groups; after an error those that can be."""
+        if failed:
+            comm.free_after_error(self._own_groups, self.in_flight)
+        else:
+            for group in self._own_groups:
+                comm.destroy_group(group)
         self._own_groups.clear()
 
     # ------------------------------------------------------------------ what averagers are made of

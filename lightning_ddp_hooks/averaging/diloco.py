@@ -17,6 +17,7 @@ from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.averaging.schedule import FragmentSchedule, require_number, split_fragments
 from lightning_ddp_hooks.hooks.contract import BindContext, CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.hooks.state import whole_number
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,11 @@ class _BoundDiLoCo(BoundAverager):
         self._due = 0
         self._outer_steps = 0
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether deltas are under way."""
+        return self._sent is not None
+
     # ------------------------------------------------------------------ each step
 
     def _average(self, step: int) -> bool:
@@ -259,14 +265,14 @@ class _BoundDiLoCo(BoundAverager):
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
         self._outer.load_state_dict(state["outer"])
         self._renew_optimizer(state["outer_optimizer"])
-        self._outer_steps = int(state["outer_steps"])
+        self._outer_steps = whole_number(state["outer_steps"])
         in_flight = state["in_flight"]
         self._sent = None
         if in_flight is not None:
             positions = {name: index for index, name in enumerate(self.context.names)}
             deltas = {positions[name]: delta.clone() for name, delta in in_flight["deltas"].items()}
             self._sent = Delta.arrived(deltas)
-            self._due = int(in_flight["due"])
+            self._due = whole_number(in_flight["due"])
         if self._hook is not None:
             self._hook.load_state_dict(state["hook"])
 

@@ -27,6 +27,7 @@ from lightning_ddp_hooks.averaging.optimizer_state import averaged_state_dict
 from lightning_ddp_hooks.averaging.replicas import gather_replicas, restore_replica
 from lightning_ddp_hooks.averaging.swap import ModelSwap
 from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.state import require_sound, whole_number
 
 STATE_KEY = "lightning_ddp_hooks.averaging"
 """Where `Averaging.state_dict` lies in a Trainer checkpoint, whether a strategy or a callback wrote it."""
@@ -96,6 +97,10 @@ class Averaging:
     def syncs_gradients(self) -> bool:
         """Tell whether the gradients of the coming step go through the reducer, or stay as each rank has them."""
         return self._hook_follows_schedule or self.bound.syncs_gradients(self.bound.step)
+
+    def follow(self, hook: CommHook) -> None:
+        """Take account of a hook that was registered after the start."""
+        self._hook_follows_schedule = hook_follows_schedule(self.bound.settings, hook)
 
     def broadcasts_buffers(self) -> bool:
         """Tell whether buffers may be taken from rank 0 before the coming step; later they are each replica's own."""
@@ -180,9 +185,10 @@ class Averaging:
         Raises:
             ValueError: the state is damaged, or another averager's.
         """
+        require_sound(state, STATE_KEY)
         try:
             self._load(state)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"The checkpoint's entry {STATE_KEY!r} is damaged: {type(error).__name__}: {error}."
             ) from error
@@ -192,7 +198,7 @@ class Averaging:
         replicas = state.get("replicas")
         self.bound.replicas_equal = True
         group = self.bound.group
-        if replicas is not None and int(replicas["world_size"]) == comm.world_size(group):
+        if replicas is not None and whole_number(replicas["world_size"]) == comm.world_size(group):
             restore_replica(
                 replicas["ranks"][comm.rank(group)],
                 dict(self._module.named_parameters()),
@@ -208,10 +214,17 @@ class Averaging:
         self.after_eval()
         self.bound.finish()
 
-    def close(self) -> None:
-        """Free the groups; not after an error, when other ranks may be stuck."""
-        self.bound.close()
-        comm.destroy_group(self._control_group)
+    def close(self, *, failed: bool = False) -> None:
+        """Free the groups.
+
+        Args:
+            failed: after an error, when other ranks may be stuck: only what can be freed without them.
+        """
+        self.bound.close(failed=failed)
+        if failed:
+            comm.free_after_error([self._control_group])
+        else:
+            comm.destroy_group(self._control_group)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

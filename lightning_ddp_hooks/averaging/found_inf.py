@@ -32,7 +32,7 @@ def agree_on_found_inf(
     if dense:
         flag = torch.stack([~torch.isfinite(g).all() for g in dense]).sum(dtype=torch.float32)
     else:
-        flag = torch.zeros((), device=device)
+        flag = torch.zeros((), dtype=torch.float32, device=device)
     comm.all_reduce(flag, group).wait()
     if dense:
         # The host is not asked. A product with the flag would not do: 0 times Inf is NaN.

@@ -14,6 +14,28 @@ from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook
 
 
+def contradiction(averager: ModelAverager, hook: CommHook | None) -> str | None:
+    """Say why a hook does not go with an averager; None if it does.
+
+    Args:
+        averager: what averages the model.
+        hook: what averages the gradients; None for the plain mean.
+    """
+    start = _local_start(hook)
+    if start is not None and start != averager.warmup_steps:
+        return (
+            f"{type(averager).__name__} averages the model from step {averager.warmup_steps} on (`warmup_steps`), but "
+            f"the post-local-SGD hook leaves the global mean of gradients at step {start}: set both alike."
+        )
+    if start is None and isinstance(hook, Noop) and averager.warmup_steps:
+        return (
+            f"`warmup_steps={averager.warmup_steps}` of {type(averager).__name__} means that gradients are averaged up "
+            "to that step, but the hook Noop never does: set `warmup_steps=0`, or leave out the hook (from "
+            "`warmup_steps` on gradients are not exchanged anyway)."
+        )
+    return None
+
+
 def hook_follows_schedule(averager: ModelAverager, hook: CommHook | None) -> bool:
     """Tell whether the hook itself turns to subgroups, so that gradients go through it at every step.
 
@@ -24,21 +46,9 @@ def hook_follows_schedule(averager: ModelAverager, hook: CommHook | None) -> boo
     Raises:
         ValueError: hook and averager name different steps, or the hook never averages during the warm-up.
     """
-    start = _local_start(hook)
-    if start is not None:
-        if start != averager.warmup_steps:
-            raise ValueError(
-                f"{type(averager).__name__} averages the model from step {averager.warmup_steps} on (`warmup_steps`), "
-                f"but the post-local-SGD hook leaves the global mean of gradients at step {start}: set both alike."
-            )
-        return True
-    if isinstance(hook, Noop) and averager.warmup_steps:
-        raise ValueError(
-            f"`warmup_steps={averager.warmup_steps}` of {type(averager).__name__} means that gradients are averaged up "
-            "to that step, but the hook Noop never does: set `warmup_steps=0`, or leave out the hook (from "
-            "`warmup_steps` on gradients are not exchanged anyway)."
-        )
-    return False
+    if (text := contradiction(averager, hook)) is not None:
+        raise ValueError(text)
+    return _local_start(hook) is not None
 
 
 def _local_start(hook: object) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.averaging.schedule import PeriodicSchedule, require_number
+from lightning_ddp_hooks.hooks.state import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,4 +166,4 @@ class _MeanRates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned."""
         self._sums = {str(key): float(value) for key, value in state["sums"].items()}
-        self._steps = int(state["steps"])
+        self._steps = whole_number(state["steps"])

@@ -226,6 +226,8 @@ class CommMonitor(Callback):
         if recorder is None or record is None:
             return
         self._detach(trainer)
+        if isinstance(exception, Exception) and not comm.is_collective_error(exception):
+            comm.free_after_error(self._groups[:1])  # on the other one a collective may be under way
         record.add(recorder.settle(wait=False))
         record.note = (
             f"The run ended with {type(exception).__name__}: this is what rank {record.rank} had recorded by then."

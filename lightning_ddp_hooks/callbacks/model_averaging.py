@@ -37,7 +37,7 @@ class ModelAveraging(Callback):
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly.
 
     Raises:
-        TypeError: ``averager`` is not a `ModelAverager`.
+        TypeError: ``averager`` is not a `ModelAverager`, or another argument not True or False.
         ValueError: at setup: another strategy, manual optimisation on plain ``ddp``, or an averager set elsewhere too.
 
     Example:
@@ -49,6 +49,9 @@ class ModelAveraging(Callback):
     ) -> None:
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
+        for name, flag in (("average_before_eval", average_before_eval), ("save_replicas", save_replicas)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
         self.averager = averager
         self._before_eval = average_before_eval
         self._save_replicas = save_replicas

@@ -40,8 +40,8 @@ class UnevenInputs(Callback):
             joined ones had a gradient of zero.
 
     Raises:
-        ValueError: another policy or divisor; at setup another strategy, a second such callback, or a divisor that
-            contradicts the strategy's ``gradient_weighting``.
+        ValueError: another policy or divisor; at setup another strategy, a second such callback, or a setting of the
+            strategy that does not go with it, such as another ``gradient_weighting``.
 
     Example:
         >>> Trainer(strategy="ddp_hooks", callbacks=[UnevenInputs()])

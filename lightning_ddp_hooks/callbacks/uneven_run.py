@@ -50,7 +50,7 @@ class UnevenRun:
 
     def __init__(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
         self.settings = settings
-        self.failed = False
+        self.failed = self.broken = False
         self._trainer = trainer
         world = comm.resolve_group(None)
         self._agreement = StepAgreement(comm.new_group(world, cpu=True))
@@ -305,11 +305,15 @@ class UnevenRun:
         return self._agreement.pending
 
     def close(self) -> None:
-        """Free the groups; not after an error, when other ranks may be stuck."""
+        """Free the groups; after an error those that can be, when other ranks may be stuck."""
+        groups = (self._agreement.group, self._group)
         if not self.failed:
-            for group in (self._agreement.group, self._group):
+            for group in groups:
                 comm.destroy_group(group)
             self._groups.close()
+        elif not self.broken:
+            comm.free_after_error(groups, self._agreement.pending)
+            self._groups.close(failed=True)
 
 
 def _as_loss(output: Any, device: torch.device) -> Any:

@@ -36,6 +36,7 @@ class Whereabouts:
         launched: how many buckets of the backward that is running were sent.
         buckets: how many there are; 0 outside a backward.
         waits_for: what it waits for from the other ranks, in words; empty if nothing is known to be on its way.
+        collectives: how many collectives it has begun, in all groups.
     """
 
     step: int
@@ -43,12 +44,13 @@ class Whereabouts:
     launched: int = 0
     buckets: int = 0
     waits_for: str = ""
+    collectives: int = 0
 
     def text(self) -> str:
         """Say it in words."""
-        if not self.buckets:
-            return f"step {self.step}, outside a backward"
-        place = f"step {self.step}, in a backward with {self.launched} of {self.buckets} buckets sent"
+        place = f"step {self.step}, outside a backward"
+        if self.buckets:
+            place = f"step {self.step}, in a backward with {self.launched} of {self.buckets} buckets sent"
         return f"{place}, waiting for {self.waits_for}" if self.waits_for else place
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.note import Note, State, Whereabouts
@@ -12,6 +13,15 @@ from lightning_ddp_hooks.health.report import Sighting
 
 # How many notes all ranks together may read from the store in a second.
 _READS_PER_SECOND = 50_000
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The last note of another rank; when it was new, and when the rank had come to where it is."""
+
+    note: Note
+    new_at: float
+    moved_at: float
 
 
 class Post(threading.Thread):
@@ -51,7 +61,7 @@ class Post(threading.Thread):
         self._last_is_sent = threading.Event()
         self._wake = threading.Event()
         self._ends = False
-        self._seen: dict[int, tuple[Note, float]] = {}
+        self._seen: dict[int, _Seen] = {}
         self.wants_notes = False
         self.alarms = self.informed = self.finished = 0
         self.answered_at = time.monotonic()
@@ -60,7 +70,10 @@ class Post(threading.Thread):
     def seen(self) -> dict[int, Sighting]:
         """Return what is known of the other ranks; of silence only what passed up to the last reading counts."""
         seen, read_at = self._seen, self._read_at
-        return {other: Sighting(note, max(0.0, read_at - at)) for other, (note, at) in seen.items()}
+        return {
+            other: Sighting(last.note, max(0.0, read_at - last.new_at), max(0.0, read_at - last.moved_at))
+            for other, last in seen.items()
+        }
 
     def send_last(self, state: State, text: str, timeout: float) -> None:
         """Write how this rank ended; wait until it is written, or until ``timeout`` seconds are over."""
@@ -128,6 +141,8 @@ class Post(threading.Thread):
         notes = [Note.decode(data) for data in self._store.multi_get(keys)]
         now, seen = time.monotonic(), dict(self._seen)
         for other, note in zip(self._others, notes, strict=True):
-            if other not in seen or seen[other][0].beat != note.beat:
-                seen[other] = (note, now)
+            last = seen.get(other)
+            if last is None or last.note.beat != note.beat:
+                stands = last is not None and last.note.where == note.where
+                seen[other] = _Seen(note, now, last.moved_at if last is not None and stands else now)
         self._seen, self._read_at = seen, now

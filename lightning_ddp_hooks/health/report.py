@@ -15,10 +15,12 @@ class Sighting:
     Attributes:
         note: the last one that it wrote.
         silent_s: seconds since it was new.
+        still_s: seconds since the rank came to where it is.
     """
 
     note: Note
     silent_s: float
+    still_s: float = 0.0
 
 
 def lost_ranks(seen: Mapping[int, Sighting], silent_s: float) -> list[int]:
@@ -35,6 +37,33 @@ def failed_ranks(seen: Mapping[int, Sighting]) -> list[int]:
     return [rank for rank, sighting in sorted(seen.items()) if sighting.note.state is State.FAILED]
 
 
+def parted(where: Whereabouts, seen: Mapping[int, Sighting], world_size: int, still_s: float) -> bool:
+    """Tell whether all ranks wait for each other, but not for the same thing, and so would wait for ever.
+
+    A rank that says what it waits for has done its part of that, and does nothing else until the others have. (A rank
+    that is in a backward may also be computing, but then it has buckets to send that no other rank has got past.) Ranks
+    in a backward wait for the same, also where one is a bucket ahead: a slow network is no reason to give up.
+
+    Args:
+        where: this rank's place.
+        seen: what is known of the other ranks.
+        world_size: the number of ranks.
+        still_s: for how long nobody must have moved.
+    """
+    waits = {_wait(where)}
+    for sighting in seen.values():
+        if sighting.note.state is not State.RUNNING or sighting.still_s < still_s:
+            return False
+        if sighting.silent_s >= still_s / 2:  # it may be anywhere by now, or nowhere
+            return False
+        waits.add(_wait(sighting.note.where))
+    return len(seen) == world_size - 1 and "" not in waits and len(waits) > 1
+
+
+def _wait(where: Whereabouts) -> str:
+    return "gradients" if where.buckets and where.waits_for else where.waits_for
+
+
 def accounts(seen: Mapping[int, Sighting]) -> list[str]:
     """Return what the ranks that gave up have to say about who failed."""
     return [
@@ -45,7 +74,13 @@ def accounts(seen: Mapping[int, Sighting]) -> list[str]:
 
 
 def failure_report(
-    rank: int, where: Whereabouts, seen: Mapping[int, Sighting], *, silent_s: float, store_host: str | None = None
+    rank: int,
+    where: Whereabouts,
+    seen: Mapping[int, Sighting],
+    *,
+    silent_s: float,
+    store_host: str | None = None,
+    have_parted: bool = False,
 ) -> str:
     """Say which rank brought this one down, and where both were.
 
@@ -55,6 +90,7 @@ def failure_report(
         seen: what is known of the other ranks.
         silent_s: after how many seconds of silence a rank counts as lost.
         store_host: where the store was, if it cannot be reached.
+        have_parted: whether all are known to wait for different things.
 
     Returns:
         A text of several lines, that ends without a line break.
@@ -73,6 +109,9 @@ def failure_report(
         lines.append(f"Rank 0 (store host, {store_host}) is unreachable: it died, was stopped, or its host is gone.")
     if not lines:
         lines += accounts(seen)
+    if not lines and have_parted:
+        lines.append("The ranks have parted ways: they wait for different things, and would do so for ever.")
+        lines += [f"Rank {other} is at {s.note.where.text()}." for other, s in sorted(seen.items())]
     if not lines:
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")
         lines += [f"Rank {other} ({s.note.state.value}): {s.note.where.text()}." for other, s in sorted(seen.items())]

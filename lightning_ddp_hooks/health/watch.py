@@ -18,11 +18,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.note import State, Whereabouts
 from lightning_ddp_hooks.health.post import Post
-from lightning_ddp_hooks.health.report import accounts, failed_ranks, failure_report, lost_ranks
+from lightning_ddp_hooks.health.report import accounts, failed_ranks, failure_report, lost_ranks, parted
 
 # A rank whose note stays the same for so many periods is gone, once it is known that something is wrong.
 _MISSED = 4
@@ -75,8 +76,32 @@ class Watch:
 
         Tells the other ranks. Waits a few periods where that is needed to learn who failed, or to let others learn of
         it from a store that this process holds.
+
+        [Note: a signal while a report is being made] Whoever has started the ranks may end the others once one has
+        failed. A signal's handler runs in the main thread: what it raises must not break the report off (Lightning's
+        for SIGTERM sends to ranks that may be gone), and if it does not return, the report has to come out all the
+        same. So it is made in another thread.
         """
         self._over.set()
+        reports: list[str | None] = []
+        made, taken = threading.Event(), threading.Event()
+
+        def make() -> None:
+            try:
+                reports.append(self._explain(error))
+            finally:
+                made.set()
+            if not taken.wait(self._timeout):
+                self._print_and_exit(reports[0] or _text_of(error))
+
+        threading.Thread(target=make, name="ldh-health-report", daemon=True).start()
+        while not made.is_set():
+            with suppress(Exception):
+                made.wait()
+        taken.set()
+        return reports[0] if reports else None
+
+    def _explain(self, error: BaseException) -> str | None:
         fault, patience = self._fault, _MISSED * self._period
         if fault is None and not comm.is_collective_error(error):
             self._post.send_last(State.FAILED, _text_of(error), self._timeout)
@@ -124,6 +149,9 @@ class Watch:
             if idle_s >= self._timeout and self._found(self._timeout):
                 self._end(grace_s=_MISSED * self._period)
                 return
+            if idle_s >= self._timeout and self._parted():
+                self._end(grace_s=_MISSED * self._period, have_parted=True)
+                return
             if self._post.alarms and idle_s >= 2 * self._period:
                 self._end(grace_s=self._timeout)
                 return
@@ -132,26 +160,40 @@ class Watch:
         seen = self._post.seen()
         return bool(failed_ranks(seen) or accounts(seen) or lost_ranks(seen, silent_s) or self._store_lost(silent_s))
 
+    def _parted(self) -> bool:
+        # The others have been looked at for less long than this rank has been idle.
+        return parted(self._where(), self._post.seen(), self._world_size, self._timeout / 2)
+
     def _store_lost(self, silent_s: float) -> bool:
         host = self._post.seen().get(0)
         if host is not None and host.note.state is State.FINISHED:
             return False
         return self._post.broken is not None or time.monotonic() - self._post.answered_at >= silent_s + self._period
 
-    def _report(self, silent_s: float) -> str:
+    def _report(self, silent_s: float, *, have_parted: bool = False) -> str:
         host = self._store_host if self._store_lost(silent_s) else None
-        return failure_report(self._rank, self._where(), self._post.seen(), silent_s=silent_s, store_host=host)
+        return failure_report(
+            self._rank,
+            self._where(),
+            self._post.seen(),
+            silent_s=silent_s,
+            store_host=host,
+            have_parted=have_parted,
+        )
 
-    def _end(self, grace_s: float) -> None:
-        self._fault = self._report(self._timeout)
+    def _end(self, grace_s: float, *, have_parted: bool = False) -> None:
+        self._fault = self._report(self._timeout, have_parted=have_parted)
         # Aborting may wait for the group's own threads.
         threading.Thread(target=comm.abort_groups, name="ldh-health-abort", daemon=True).start()
         if not self._over.wait(grace_s):
             self._post.send_last(State.GAVE_UP, _first_line(self._fault), _MISSED * self._period)
-            print(f"{self._fault}\nRank {self._rank} did not come back from what it was doing.", file=sys.stderr)
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            self._exit_process(EXIT_CODE)
+            self._print_and_exit(self._fault)
+
+    def _print_and_exit(self, text: str) -> None:
+        print(f"{text}\nRank {self._rank} did not come back from what it was doing.", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._exit_process(EXIT_CODE)
 
 
 def _text_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.hooks.kernels import BlockCodec, Float8Codec, Int8Codec
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.two_stage import TwoStageHook
+from lightning_ddp_hooks.hooks.values import require_types
 
 BlockDtype = Literal["int8", "fp8"]
 
@@ -38,6 +39,7 @@ class BlockQuantize(CommHook):
         seed: of stochastic rounding.
 
     Raises:
+        TypeError: a setting of the wrong type.
         ValueError: a setting out of range, or a torch build without the dtype.
 
     Example:
@@ -56,6 +58,7 @@ class BlockQuantize(CommHook):
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        require_types(self, whole=("block_size", "seed"), flags=("error_feedback", "stochastic_rounding"))
         if self.dtype not in get_args(BlockDtype):
             raise ValueError(f"Expected dtype 'int8' or 'fp8', got {self.dtype!r}.")
         check_block_size(self.block_size)

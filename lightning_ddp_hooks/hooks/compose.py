@@ -16,6 +16,7 @@ from lightning_ddp_hooks.hooks.cast import bind_for_wire
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Waitable, is_done
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.hooks.state import tagged, untagged
+from lightning_ddp_hooks.hooks.values import require_types
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 
@@ -39,6 +40,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Check that the hook is one, and that something is asked for."""
+        require_types(self, whole=("min_numel", "ndim"))
+        if not isinstance(self.pattern, (str, type(None))):
+            raise TypeError(f"Expected a text for `pattern`, got {self.pattern!r}.")
         resolve_hook(self.hook)
         if self.pattern is None and self.min_numel is None and self.ndim is None:
             raise ValueError(
@@ -79,6 +83,8 @@ class PerParameter(CommHook):
 
     def __post_init__(self) -> None:
         """Check rules and default."""
+        if not isinstance(self.rules, Sequence):
+            raise TypeError(f"Expected a list of Rule objects for `rules`, got {type(self.rules).__name__}.")
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise TypeError(f"Expected `rules` to consist of Rule objects, got {type(rule).__name__}.")
@@ -226,6 +232,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         """Check both."""
+        require_types(self, whole=("step",))
         if self.step < 0:
             raise ValueError(f"Expected `step` of at least 0, got {self.step}.")
         resolve_hook(self.hook)
@@ -253,6 +260,8 @@ class Schedule(CommHook):
 
     def __post_init__(self) -> None:
         """Check the stages."""
+        if not isinstance(self.stages, Sequence):
+            raise TypeError(f"Expected a list of Stage objects for `stages`, got {type(self.stages).__name__}.")
         for stage in self.stages:
             if not isinstance(stage, Stage):
                 raise TypeError(f"Expected `stages` to consist of Stage objects, got {type(stage).__name__}.")

@@ -191,6 +191,8 @@ def declaration_text(hook: object) -> str:
         return repr(hook)
     if isinstance(hook, (list, tuple)):
         return "[" + ", ".join(map(declaration_text, hook)) + "]"
+    if isinstance(hook, Mapping):
+        return "{" + ", ".join(f"{declaration_text(key)}: {declaration_text(its)}" for key, its in hook.items()) + "}"
     if is_dataclass(hook) and not isinstance(hook, type):
         inside = ", ".join(f"{entry.name}={declaration_text(getattr(hook, entry.name))}" for entry in fields(hook))
         return f"{type(hook).__qualname__}({inside})"

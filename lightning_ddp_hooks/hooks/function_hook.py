@@ -15,6 +15,7 @@ from lightning_ddp_hooks.hooks.contract import (
     describe,
     hook_name,
 )
+from lightning_ddp_hooks.hooks.values import require_types
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 # Of torch's hooks and ours, those that issue one collective and none from a callback.
@@ -56,6 +57,7 @@ class TorchHook(CommHook):
         """Check that the hook can be called."""
         if not callable(self.hook):
             raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
+        require_types(self, flags=("one_at_a_time", "reads_divisor"))
 
     def bind(self, context: BindContext) -> BoundHook:
         """Wrap the function; its state is its own."""

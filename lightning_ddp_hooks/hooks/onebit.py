@@ -8,6 +8,7 @@ from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.hooks.kernels import SignCodec
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.two_stage import TwoStageHook
+from lightning_ddp_hooks.hooks.values import require_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class OneBit(CommHook):
             float32 gradients.
 
     Raises:
+        TypeError: a setting of the wrong type.
         ValueError: a setting out of range.
 
     Example:
@@ -47,6 +49,7 @@ class OneBit(CommHook):
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        require_types(self, whole=("start_iter", "block_size"), flags=("error_feedback",))
         if self.start_iter < 0:
             raise ValueError(f"Expected start_iter of at least 0, got {self.start_iter}.")
         check_block_size(self.block_size)

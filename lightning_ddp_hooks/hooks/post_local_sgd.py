@@ -10,6 +10,7 @@ import torch
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
+from lightning_ddp_hooks.hooks.values import require_types
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
@@ -34,6 +35,7 @@ class PostLocalSGD(CommHook):
         post_local_gradient_allreduce: False leaves gradients alone after that step: local SGD without subgroups.
 
     Raises:
+        TypeError: a setting of the wrong type.
         ValueError: a setting out of range; at setup: a number of ranks that the subgroups do not divide.
 
     Lin et al., "Don't use large mini-batches, use local SGD", 2020, https://arxiv.org/abs/1808.07217.
@@ -46,6 +48,8 @@ class PostLocalSGD(CommHook):
 
     def __post_init__(self) -> None:
         """Check what does not need the number of ranks."""
+        whole = ("start_local_sgd_iter", "subgroup_size")
+        require_types(self, whole=whole, flags=("post_local_gradient_allreduce",))
         if self.start_local_sgd_iter < 0:
             raise ValueError(f"Expected start_local_sgd_iter of at least 0, got {self.start_local_sgd_iter}.")
         if self.subgroup_size is not None and self.subgroup_size < 1:

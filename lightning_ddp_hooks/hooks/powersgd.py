@@ -18,7 +18,8 @@ from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
 from lightning_ddp_hooks.hooks.low_rank import MatrixSlot, matrix_shape, near_square, worth_compressing, write_product
 from lightning_ddp_hooks.hooks.powersgd_plan import Finite, Plan
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
-from lightning_ddp_hooks.hooks.state import copy_to_cpu, tagged, untagged
+from lightning_ddp_hooks.hooks.state import copy_to_cpu, tagged, untagged, whole_number
+from lightning_ddp_hooks.hooks.values import require_types
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
@@ -68,7 +69,13 @@ class PowerSGD(CommHook):
     batch_same_shape: bool = True
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Check types and ranges."""
+        require_types(
+            self,
+            whole=("rank", "start_iter", "seed"),
+            numbers=("min_compression_rate", "orthogonalization_epsilon"),
+            flags=("error_feedback", "warm_start", "batch_same_shape"),
+        )
         if self.rank < 1:
             raise ValueError(f"Expected `rank` of at least 1, got {self.rank}.")
         if self.start_iter < 0:
@@ -163,8 +170,12 @@ class BoundPowerSGD(BoundHook):
         if not plan.batches:
             yield from self._mean.phases(bucket)
             return None
+        # Of a gradient that is not there nothing is learned.
+        unused = {name: self._right[name].clone() for name in bucket.unused if name in self._right}
         with self._error.aside(bucket):
             yield from self._compress(bucket, plan, step)
+        for name, factor in unused.items():
+            self._right[name].copy_(factor)
         return None
 
     def _compress(self, bucket: GradBucket, plan: Plan, step: int) -> Phases:
@@ -283,7 +294,7 @@ class BoundPowerSGD(BoundHook):
         self._error.load_state_dict(content["error"])
         self._right = {key: factor.clone() for key, factor in content["right"].items()}
         self._plans.clear()
-        self._not_finite = int(content["steps_not_finite"])
+        self._not_finite = whole_number(content["steps_not_finite"])
 
 
 SHORT_NAMES["powersgd"] = PowerSGD

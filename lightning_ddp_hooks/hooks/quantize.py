@@ -19,6 +19,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
 from lightning_ddp_hooks.hooks.kernels import affine_decode, affine_encode
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
+from lightning_ddp_hooks.hooks.values import require_types
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
@@ -57,6 +58,7 @@ class QuantizePerChannel(CommHook):
         bucket_size: elements of a channel.
 
     Raises:
+        TypeError: a setting of the wrong type.
         ValueError: ``bucket_size`` is not positive.
 
     Example:
@@ -69,6 +71,7 @@ class QuantizePerChannel(CommHook):
 
     def __post_init__(self) -> None:
         """Check the size."""
+        require_types(self, whole=("bucket_size",))
         if self.bucket_size < 1:
             raise ValueError(f"Expected bucket_size of at least 1, got {self.bucket_size}.")
 
@@ -206,7 +209,7 @@ class _Rows:
 
     def encode(self, buffer: Tensor) -> Tensor:
         """Return the message that stands for ``buffer``."""
-        values = torch.empty(self.rows * self.row, device=buffer.device)
+        values = torch.empty(self.rows * self.row, dtype=torch.float32, device=buffer.device)
         values[: self.numel].copy_(buffer)
         values[self.numel :].zero_()
         message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=buffer.device)
@@ -216,7 +219,7 @@ class _Rows:
 
     def decode_mean(self, gathered: Tensor, divisor: float, out: Tensor) -> Tensor:
         """Write the sum of what the messages stand for, divided, into ``out`` and return it."""
-        total = torch.zeros(self.rows, self.row, device=out.device)
+        total = torch.zeros(self.rows, self.row, dtype=torch.float32, device=out.device)
         values = torch.empty_like(total)
         for message in gathered:
             scales, zeros, codes = self.parts(message)

@@ -6,7 +6,8 @@ from typing import Any
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 
-HookLike = str | CommHook | tuple[Any, Any] | list[Any]
+# In this order, and with the function's type, a command line takes class paths for classes, and imports functions.
+HookLike = CommHook | str | tuple[Any, Callable[..., Any]]
 
 SHORT_NAMES: dict[str, Callable[[], CommHook | None]] = {"allreduce": lambda: None}
 """Short name -> what makes the hook; None stands for the plain mean. Each module of hooks enters its own."""

@@ -64,7 +64,7 @@ class ServerMemory:
             bucket.names,
             list(_slots(bucket)),
             chunks.start(self._rank),
-            torch.zeros(chunks.count(self._rank), device=worker_residual.device),
+            torch.zeros(chunks.count(self._rank), dtype=torch.float32, device=worker_residual.device),
         )
         for name, numel, where, piece in fresh.pieces():
             loaded = self._loaded.pop(name, None)
@@ -110,10 +110,10 @@ class ServerMemory:
         whole: dict[str, Tensor] = {}
         for owed in self._owed.values():
             for name, numel, where, piece in owed.pieces():
-                whole[name] = torch.zeros(numel)
+                whole[name] = torch.zeros(numel, dtype=torch.float32)
                 whole[name][where : where + piece.numel()] = piece
         for name, (numel, pieces) in self._homeless.items():
-            whole[name] = torch.zeros(numel)
+            whole[name] = torch.zeros(numel, dtype=torch.float32)
             for where, piece in pieces:
                 whole[name][where : where + piece.numel()] += piece.cpu()
         means = mean_over_ranks(whole, control_group)

@@ -26,7 +26,7 @@ class StageBuffers:
         self.sent = Message(chunks, codec, chunks.world_size, device)
         self.received = Message(chunks, codec, chunks.world_size, device)
         self.answer = Message(chunks, codec, 1, device)
-        self.sum = torch.empty(1, chunks.blocks, chunks.block, device=device)
+        self.sum = torch.empty(1, chunks.blocks, chunks.block, dtype=torch.float32, device=device)
 
 
 class Residuals(NamedTuple):
@@ -131,7 +131,7 @@ class TorchStages:
         needed = chunks.world_size * chunks.chunk
         scratch = self._scratch.get(device)
         if scratch is None or scratch.numel() < needed:
-            scratch = self._scratch[device] = torch.empty(needed, device=device)
+            scratch = self._scratch[device] = torch.empty(needed, dtype=torch.float32, device=device)
         return scratch[:needed].view(chunks.world_size, chunks.blocks, chunks.block)
 
 

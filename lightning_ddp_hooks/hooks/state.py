@@ -23,6 +23,9 @@ FORMAT = 1
 # As many elements go through one collective, so that a save needs no second copy of a large model.
 _CHUNK_NUMEL = 1 << 24
 
+# Bytes that a tensor may take beyond those of its storage, whose elements it repeats then.
+_MUCH = 1 << 28
+
 
 def tagged(hook: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a hook's state with the hook's name and the version of the form on it."""
@@ -41,7 +44,7 @@ def untagged(hook: str, state: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected the state of communication hook {hook!r}, found that of {found!r}: continue with the hook that "
             "the checkpoint was written with, or delete its state from the checkpoint."
         )
-    if int(state.get("format", 0)) > FORMAT:
+    if whole_number(state.get("format", 0)) > FORMAT:
         raise ValueError(
             f"The state of communication hook {hook!r} has format {state['format']}; this version of "
             f"lightning_ddp_hooks reads formats up to {FORMAT}."
@@ -83,6 +86,40 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
 def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies on the CPU of tensors that are the same on all ranks."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def whole_number(value: object) -> int:
+    """Return a number from a checkpoint, if it is one that can count something.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+        raise TypeError(f"expected a whole number from 0 up, found {value!r:.50}")
+    return value
+
+
+def require_sound(value: object, where: str) -> None:
+    """Raise for tensors in what was read from a file that could not have been written there, or would fill the memory.
+
+    Raises:
+        ValueError: a sparse tensor, or one with far more elements than its storage; names where it lies.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            require_sound(item, f"{where}[{key!r:.80}]")
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            require_sound(item, f"{where}[{position}]")
+    elif isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise ValueError(f"The checkpoint is damaged: {where} is a tensor of layout {value.layout}.")
+        stored = value.untyped_storage().nbytes()
+        if value.numel() * value.element_size() > stored + _MUCH:
+            raise ValueError(
+                f"The checkpoint is damaged: {where} claims {value.numel()} elements of {value.element_size()} bytes, but "
+                f"holds {stored} bytes."
+            )
 
 
 def require_plain(value: object, where: str = "state") -> None:

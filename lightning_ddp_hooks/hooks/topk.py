@@ -15,6 +15,7 @@ from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook,
 from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.state import tagged, untagged
+from lightning_ddp_hooks.hooks.values import require_types
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 _ENTRY_BYTES = 8  # a float32 value and an int32 index
@@ -38,6 +39,7 @@ class TopK(CommHook):
         error_feedback: add what was not sent to the next gradient. Without it small gradients are never sent.
 
     Raises:
+        TypeError: a setting of the wrong type.
         ValueError: both ``ratio`` and ``k``, or one out of range.
 
     Example:
@@ -57,6 +59,7 @@ class TopK(CommHook):
 
     def __post_init__(self) -> None:
         """Check that one way to choose is given, and in range."""
+        require_types(self, whole=("k",), numbers=("ratio",), flags=("error_feedback",))
         if self.ratio is not None and self.k is not None:
             raise ValueError(f"Expected ratio or k, got both: ratio={self.ratio}, k={self.k}.")
         if self.ratio is not None and not 0.0 < self.ratio <= 1.0:
@@ -120,10 +123,10 @@ class _BoundTopK(BoundHook):
         with record_function("ldh::add_up"):
             finite = gathered[:, : 4 * k].view(torch.float32).isfinite().all()
             self._carry.count(finite)
+            mean = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
             if residual is not None:
-                sent = torch.zeros(buffer.numel(), device=buffer.device).index_copy_(0, indices.long(), values)
+                sent = mean.index_copy(0, indices.long(), values)
                 self._carry.update(residual, buffer, sent, finite)
-            mean = torch.zeros(buffer.numel(), device=buffer.device)
             for theirs in gathered:  # one after the other: within one rank's indices none comes twice
                 mean.index_add_(0, theirs[4 * k :].view(torch.int32), theirs[: 4 * k].view(torch.float32))
             torch.mul(mean, 1.0 / bucket.divisor, out=buffer)

@@ -23,10 +23,15 @@ class ActiveGroups:
     def __getitem__(self, ranks: tuple[int, ...]) -> comm.ProcessGroup:
         return self._groups[ranks]
 
-    def close(self) -> None:
-        """Free the groups."""
-        for group in [*self._groups.values(), *([] if self._solo is None else [self._solo])]:
-            comm.destroy_group(group)
+    def close(self, *, failed: bool = False) -> None:
+        """Free the groups; after an error those that can be."""
+        if failed:
+            comm.free_after_error(group for ranks, group in self._groups.items() if comm.rank() in ranks)
+        else:
+            for group in self._groups.values():
+                comm.destroy_group(group)
+        if self._solo is not None:
+            comm.destroy_group(self._solo)
         self._groups.clear()
         self._solo = None
 

@@ -240,6 +240,11 @@ class StatefulJoinLoader(JoinLoader):
                 "Resume with as many ranks, or from a checkpoint at the end of an epoch."
             )
         mine = ranks[comm.rank(self._context.group)]
+        if not isinstance(mine, Mapping) or not mine.keys() >= {"ended", "exhausted", "loader"}:
+            raise ValueError(
+                f"The checkpoint's positions of dataloaders are damaged: expected `ended`, `exhausted` and `loader`, "
+                f"found {mine!r:.80}."
+            )
         if mine["ended"]:
             return
         self._resumes_exhausted = bool(mine["exhausted"])

@@ -112,6 +112,11 @@ class OptimizerDriver:
         """Whether it has taken over the steps of some optimizers."""
         return bool(self._undo)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step has begun while gradients came, which ``optimizer.step()`` has yet to end."""
+        return any(step.begun for step in self._steps.values())
+
     def _give_back(self) -> None:
         for undo in reversed(self._undo):
             undo()
@@ -175,13 +180,14 @@ class OptimizerDriver:
 
     # ------------------------------------------------------------------ the end
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self, *, failed: bool = False, broken: bool = False) -> None:
         """Give the optimizers their own ``step`` back and free groups; `state_dict` works on.
 
         Args:
-            failed: after an error, when other ranks may be stuck: groups are left alone.
+            failed: after an error, when other ranks may be stuck: only what can be freed without them.
+            broken: after an error of a collective: groups are left alone.
         """
         self._give_back()
-        if self._exchange is not None and not failed and self._control_group is not None:
-            self._exchange.close()
+        if self._exchange is not None and not broken and self._control_group is not None:
+            self._exchange.close(failed=failed)
         self._reducer = self._control_group = None

@@ -49,6 +49,7 @@ class ParameterExchange:
         self.world_size = comm.world_size(self.group)
         self.rank = comm.rank(self.group)
         self._workspace = Workspace()
+        self._flying: list[ParametersInFlight] = []
 
     @torch.no_grad()
     def start(self, params: Iterable[Tensor], owner_of: Callable[[Tensor], int], key: Hashable) -> ParametersInFlight:
@@ -77,12 +78,18 @@ class ParameterExchange:
                 else:
                     unpack.append(_copier(tensors, parts))
                 works.append(comm.broadcast(flat, self.group, owner))
-        return ParametersInFlight(works, unpack)
+        flight = ParametersInFlight(works, unpack)
+        self._flying = [*(other for other in self._flying if not other.done()), flight]
+        return flight
 
-    def close(self) -> None:
-        """Free the group; not after an error, when other ranks may be stuck."""
+    def close(self, *, failed: bool = False) -> None:
+        """Free the group; after an error if that can be done."""
         self._workspace.clear()
-        comm.destroy_group(self.group)
+        if failed:
+            comm.free_after_error([self.group], any(not flight.done() for flight in self._flying))
+        else:
+            comm.destroy_group(self.group)
+        self._flying.clear()
 
 
 def _copier(tensors: list[Tensor], parts: list[Tensor]) -> Callable[[], None]:

@@ -37,15 +37,13 @@ class OptimizerInHook:
     ``configure_optimizers`` stays as it is, and so does the result, to the last bit. Any optimizer will do whose update
     of a parameter depends only on that parameter, its state and the values of its group; others raise, by name.
 
-    ============================================  =====================================================================
-    ``OptimizerInHook()``                         every rank steps each bucket as soon as it is reduced
-    ``OptimizerInHook(shard=True)``               the bucket's owner does, and sends the parameters to the others; each
-                                                  rank holds about 1/N of the optimizer state
-    ``OptimizerInHook(shard=True,                 the same, but the updates follow the backward and overlap with the
-    interleaved=False)``                          reductions that are still under way: for networks slower than compute
-    ``OptimizerInHook(shard=True,                 two phases: backward, then each rank steps its parameters and all
-    overlap=False)``                              exchange them; with gradient clipping, GradScaler, manual optimisation
-    ============================================  =====================================================================
+    - ``OptimizerInHook()``: every rank steps each bucket as soon as it is reduced.
+    - ``OptimizerInHook(shard=True)``: the bucket's owner does, and sends the parameters to the others; each rank holds
+      about 1/N of the optimizer state.
+    - ``OptimizerInHook(shard=True, interleaved=False)``: the same, but the updates follow the backward and overlap with
+      the reductions that are still under way: for networks slower than compute.
+    - ``OptimizerInHook(shard=True, overlap=False)``: two phases: backward, then each rank steps its parameters and all
+      exchange them; with gradient clipping, GradScaler, manual optimisation.
 
     Args:
         shard: share parameters and optimizer state among the ranks.

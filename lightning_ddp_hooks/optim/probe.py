@@ -149,7 +149,7 @@ class _Trial:
                 for index, param in enumerate(params):
                     # Of different sizes over parameters and steps, so that whatever couples parameters shows.
                     scale = (0.1, 1.0, 1e4)[(index + number) % 3]
-                    gradient = torch.randn(param.shape, generator=generator).mul_(scale)
+                    gradient = torch.randn(param.shape, generator=generator, dtype=torch.float32).mul_(scale)
                     param.grad = gradient.to(param.dtype).to(param.device)
                 step(clone, params)
         except Exception as error:
@@ -173,7 +173,7 @@ class _Trial:
 def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
     """Copy an optimizer with small parameters in the place of its own, and without state."""
     generator = torch.Generator().manual_seed(1)
-    nothing = torch.nn.Parameter(torch.zeros(0))
+    nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32))
     memo: dict[int, Any] = {id(param): nothing for group in optimizer.param_groups for param in group["params"]}
     groups: list[dict[str, Any]] = []
     params: list[Tensor] = []
@@ -181,7 +181,8 @@ def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
         chosen = [param for param in group["params"] if param.numel()][:2]
         small = []
         for param in chosen:
-            values = torch.randn([min(size, 3) for size in param.shape], generator=generator).mul_(1e-2)
+            shape = [min(size, 3) for size in param.shape]
+            values = torch.randn(shape, generator=generator, dtype=torch.float32).mul_(1e-2)
             small.append(torch.nn.Parameter(values.to(param.dtype).to(param.device)))
             memo[id(param)] = small[-1]
         if small:

@@ -14,19 +14,31 @@ from lightning_ddp_hooks.hooks.registry import resolve_hook
 _FUNCTIONS = {"noop_hook", "post_local_sgd_hook", "post_localSGD_hook"}
 
 
+def diverging_part(hook: CommHook | None) -> str | None:
+    """Name a hook, or a part of it, that leaves ranks with different gradients; None if they all get the same."""
+    for part in _parts(hook):
+        name = hook_name(part.hook) if isinstance(part, TorchHook) else type(part).__name__
+        if isinstance(part, (Noop, PostLocalSGD)) or name in _FUNCTIONS:
+            return name
+    return None
+
+
+def diverging_text(name: str) -> str:
+    """Say why such a hook does not go with a sharded optimizer."""
+    return (
+        f"Communication hook {name} leaves ranks with different gradients, but a sharded optimizer steps each "
+        "parameter on one rank for all: use `OptimizerInHook(shard=False)`, or another hook."
+    )
+
+
 def refuse_diverging(hook: CommHook | None) -> None:
     """Make sure that a hook gives all ranks the same gradients.
 
     Raises:
         ValueError: it does not, or a part of it; names it.
     """
-    for part in _parts(hook):
-        name = hook_name(part.hook) if isinstance(part, TorchHook) else type(part).__name__
-        if isinstance(part, (Noop, PostLocalSGD)) or name in _FUNCTIONS:
-            raise ValueError(
-                f"Communication hook {name} leaves ranks with different gradients, but a sharded optimizer steps each "
-                "parameter on one rank for all: use `OptimizerInHook(shard=False)`, or another hook."
-            )
+    if (name := diverging_part(hook)) is not None:
+        raise ValueError(diverging_text(name))
 
 
 def _parts(value: object) -> Iterator[CommHook]:
@@ -36,7 +48,8 @@ def _parts(value: object) -> Iterator[CommHook]:
     if is_dataclass(value) and not isinstance(value, type):
         for entry in fields(value):
             part = getattr(value, entry.name)
-            if entry.name in ("hook", "inner", "default") and isinstance(part, (str, tuple, list)):
+            undeclared = isinstance(part, (str, tuple, list))
+            if undeclared and entry.name in ("hook", "inner", "default"):
                 part = resolve_hook(part)
             yield from _parts(part)
     elif isinstance(value, (list, tuple)):

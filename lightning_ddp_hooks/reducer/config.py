@@ -8,6 +8,10 @@ from typing import Literal
 
 DEFAULT_CAP_MB = 25
 BACKENDS = ("auto", "native", "python")
+USED_CHANGES_AND_DOES_NOT = (
+    "`find_unused_parameters=True` lets the used parameters change, `static_graph=True` promises that they do not: set "
+    "one of them."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +58,7 @@ class ReducerConfig:
         if self.reducer_backend not in BACKENDS:
             raise ValueError(f"Expected `reducer_backend` to be one of {BACKENDS}, got {self.reducer_backend!r}.")
         if self.find_unused_parameters and self.static_graph:
-            raise ValueError(
-                "`find_unused_parameters=True` lets the used parameters change, `static_graph=True` promises that they "
-                "do not: set one of them."
-            )
+            raise ValueError(USED_CHANGES_AND_DOES_NOT)
 
     def limits(self, auto_bytes: int | None = None) -> list[int]:
         """Return bucket sizes in bytes: of the first bucket, of all others.

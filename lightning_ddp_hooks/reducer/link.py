@@ -58,7 +58,7 @@ def measure_link(group: comm.ProcessGroup, control_group: comm.ProcessGroup, dev
 
 
 def _seconds(group: comm.ProcessGroup, nbytes: int, device: torch.device) -> float:
-    buffer = torch.zeros(nbytes // 4, device=device)
+    buffer = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
     times = []
     for _ in range(1 + _REPEATS):  # the first call opens connections
         _wait_for_device(device)

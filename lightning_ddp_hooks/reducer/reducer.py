@@ -409,6 +409,11 @@ class Reducer:
         """Tell whether this rank got a gradient since the last synchronised backward."""
         return any(self._engine.used())
 
+    def forget_use(self) -> None:
+        """Begin a new accumulation window: gradients that came so far were used up without being reduced."""
+        self._engine.forget_use()
+        self._trainable.forget_use()
+
     def set_divisor(self, divisor: float) -> None:
         """Set what sums over ranks are divided by; before the first gradient of a pass comes."""
         if divisor != self.divisor:
@@ -561,8 +566,7 @@ class Reducer:
         self.skip_step = verdict.skip_step
         recorded, own_fired = engine.hold, engine.fired() if engine.hold else []
         engine.stop()
-        engine.forget_use()
-        self._trainable.forget_use()
+        self.forget_use()
         if self._observer is not None:
             self._observer.pass_ended()
         if verdict.relayout:

@@ -30,7 +30,7 @@ def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: co
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64),
-            torch.empty((0, *like.shape[1:])),
+            torch.empty((0, *like.shape[1:]), dtype=torch.float32),
             like.shape,
             check_invariants=False,
         ).to(device=like.device, dtype=like.dtype)

@@ -98,6 +98,11 @@ class _DeviceReadout:
         return float(self._host)
 
 
+def readout(tensor: Tensor) -> Readout:
+    """Begin to bring a one-element tensor of the current stream to the host."""
+    return _DeviceReadout(tensor) if tensor.is_cuda else _HostReadout(tensor)
+
+
 class CudaStream:
     """A stream of high priority, so that reduction is not queued behind the kernels of the backward.
 

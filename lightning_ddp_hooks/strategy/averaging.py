@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
-from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
+from lightning_ddp_hooks.checkpoint import require_trainer_checkpoint
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.strategy.uneven import UnevenStrategy
@@ -27,6 +27,7 @@ class AveragingStrategy(UnevenStrategy):
     _hook: CommHook | None = None
     _reducer: Reducer | None = None
     _failed: bool = False
+    _broken: bool = False
     _averager: ModelAverager | None = None
     _averaging: Averaging | None = None
     _averaging_settings: Mapping[str, Any]
@@ -40,13 +41,12 @@ class AveragingStrategy(UnevenStrategy):
 
         Raises:
             TypeError: not an averager.
-            ValueError: there is an averager already, or it contradicts the communication hook.
+            ValueError: there is an averager already, or it does not go with another setting.
         """
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager for `averager`, got {type(averager).__name__}.")
         if self._averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        hook_follows_schedule(averager, self._hook)
         self._averager = averager
         self._averaging_settings = {"before_eval": average_before_eval, "save_replicas": save_replicas}
 
@@ -56,6 +56,11 @@ class AveragingStrategy(UnevenStrategy):
         module = self.lightning_module
         return not (self._failed or (module is not None and module.trainer.interrupted))
 
+    @property
+    def _trains_alone(self) -> bool:
+        """Whether gradients are not exchanged in this step: the averager has taken over."""
+        return self._averaging is not None and not self._averaging.syncs_gradients()
+
     def _start_averaging(self, module: nn.Module) -> None:
         """Begin a fit; once the reducer is there."""
         self._final_averaging = None
@@ -63,6 +68,12 @@ class AveragingStrategy(UnevenStrategy):
             self._averaging = Averaging(
                 self._averager, module, lambda: self.optimizers, hook=self._hook, **self._averaging_settings
             )
+            self._prepare_step()
+
+    def _follow_hook(self, hook: CommHook) -> None:
+        """Take account of a hook; one that was declared is known to the averager from the start."""
+        if self._averaging is not None:
+            self._averaging.follow(hook)
             self._prepare_step()
 
     def _prepare_step(self) -> None:
@@ -75,6 +86,9 @@ class AveragingStrategy(UnevenStrategy):
 
     def _average_after_step(self) -> None:
         if self._averaging is not None:
+            if self._trains_alone:
+                assert self._reducer is not None
+                self._reducer.forget_use()
             self._averaging.after_step()
             self._prepare_step()
 
@@ -98,8 +112,8 @@ class AveragingStrategy(UnevenStrategy):
 
     def _stop_averaging(self) -> None:
         """End a fit; before the reducer goes."""
-        if self._averaging is not None and not self._failed:
-            self._averaging.close()
+        if self._averaging is not None and not self._broken:
+            self._averaging.close(failed=self._failed)
         self._averaging = self._restored_averaging = None
 
     # ------------------------------------------------------------------ checkpoints
@@ -129,6 +143,7 @@ class AveragingStrategy(UnevenStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        require_trainer_checkpoint(checkpoint, str(checkpoint_path))
         self._restored_averaging = checkpoint.get(STATE_KEY)
         return checkpoint
 

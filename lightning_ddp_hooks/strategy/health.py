@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -14,18 +15,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.arguments import require_check_interval, require_flag
+from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
+from lightning_ddp_hooks.health.attach import attach_report
+from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
 from lightning_ddp_hooks.health.note import Whereabouts
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.health.watch import Watch
-from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.strategy.optimizer import OptimizerStrategy
+from lightning_ddp_hooks.strategy.logs import LogsStrategy
 
 
-class HealthStrategy(OptimizerStrategy):
+class HealthStrategy(LogsStrategy):
     """A `DDPStrategy` that ends with a report when another rank fails, or ranks are not what they should be."""
 
     _failure_timeout: float | None = None
@@ -39,14 +42,6 @@ class HealthStrategy(OptimizerStrategy):
 
     # ------------------------------------------------------------------ ranks that fail
 
-    def _use_failure_timeout(self, seconds: float | None) -> None:
-        if seconds is not None:
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-                raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {seconds!r}.")
-            if not 0 < seconds < float("inf"):
-                raise ValueError(f"Expected a positive number of seconds for `failure_timeout`, got {seconds!r}.")
-        self._failure_timeout = seconds
-
     def _start_watch(self, reducer: Reducer) -> None:
         """Begin a fit, once the reducer is there; on all ranks."""
         if self._failure_timeout is None or reducer.world_size == 1:
@@ -59,9 +54,16 @@ class HealthStrategy(OptimizerStrategy):
             rank_zero_warn(f"No failure reports: the store cannot be connected to a second time: {error}")
             return
 
+        thread = threading.get_ident()  # this one is watched by others
+
         def where() -> Whereabouts:
+            collectives = comm.collectives_begun()
+            waits_for = self._logged.waits_for if self._logged is not None else ""
+            waits_for = waits_for or blocking_collective(thread)
+            if waits_for:
+                return Whereabouts(self._step, reducer.passes, waits_for=waits_for, collectives=collectives)
             place = reducer.broke_at or (*reducer.progress(), reducer.waits_for())
-            return Whereabouts(self._step, *place)
+            return Whereabouts(self._step, *place, collectives)
 
         self._watch = Watch(
             store,
@@ -93,13 +95,8 @@ class HealthStrategy(OptimizerStrategy):
         if self._watch is None:
             return
         report = self._watch.explain(exception)
-        if report is None:
-            return
-        # The Trainer raises this very exception again, once all is torn down.
-        if exception.args and isinstance(exception.args[0], str):
-            exception.args = (f"{report}\nWhat failed here: {exception.args[0]}", *exception.args[1:])
-        elif hasattr(exception, "add_note"):  # from Python 3.11 on
-            exception.add_note(report)
+        if report is not None:  # the Trainer raises this very exception again, once all is torn down
+            attach_report(exception, report)
 
     # ------------------------------------------------------------------ ranks that drift apart
 
@@ -112,35 +109,17 @@ class HealthStrategy(OptimizerStrategy):
         }
 
     def _use_checks(self, replicas_every: int | None, detect_nonfinite: bool) -> None:
-        if replicas_every is not None:
-            if isinstance(replicas_every, bool) or not isinstance(replicas_every, int):
-                raise TypeError(
-                    f"Expected a number of steps or None for `check_replicas_every_n_steps`, got {replicas_every!r}."
-                )
-            if replicas_every < 0:
-                raise ValueError(
-                    f"Expected 0 (never), a number of steps, or None for `check_replicas_every_n_steps`, got "
-                    f"{replicas_every}."
-                )
-        if not isinstance(detect_nonfinite, bool):
-            raise TypeError(f"Expected True or False for `detect_nonfinite`, got {detect_nonfinite!r}.")
-        if detect_nonfinite and self._optimizer_in_hook is not None and self._optimizer_in_hook.overlap:
-            raise ValueError(
-                "`detect_nonfinite` looks at the gradients of a whole backward, but `optimizer_in_hook` steps while "
-                "they come: use `OptimizerInHook(shard=True, overlap=False)`, or set one of them."
-            )
+        require_check_interval(replicas_every)
+        require_flag("detect_nonfinite", detect_nonfinite)
         self._check_replicas_every = replicas_every
         self._detects_nonfinite = detect_nonfinite
 
     @property
     def _replicas_are_alike(self) -> bool:
         """Whether all ranks are meant to have the same parameters now."""
-        if self._averaging is not None and not self._averaging.bound.syncs_gradients(self._averaging.bound.step):
-            return False
         hook = self._hook if self._fit_hook is None else self._fit_hook
-        if self._check_replicas_every and isinstance(hook, TorchHook):
-            return True  # whoever asks for the check knows what the function does
-        return self._step <= alike_until(hook)
+        asked_for = bool(self._check_replicas_every)
+        return replicas_meant_alike(self._step, hook, self._averaging, asked_for=asked_for)
 
     def _check_replicas(self, when: str) -> None:
         """Compare the parameters of all ranks, where they are meant to be the same; a collective call."""

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
@@ -28,9 +27,6 @@ from lightning_ddp_hooks.strategy.averaging import AveragingStrategy
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_TWO_PHASES = "use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or leave "
-_TWO_PHASES += "`optimizer_in_hook` out."
-
 
 class OptimizerStrategy(AveragingStrategy):
     """A `DDPStrategy` that can step the optimizer in the hook, and share its state among the ranks."""
@@ -38,42 +34,19 @@ class OptimizerStrategy(AveragingStrategy):
     _optimizer_in_hook: OptimizerInHook | None = None
     _optimizers_driver: OptimizerDriver | None = None
 
-    def _use_optimizer_in_hook(self, settings: OptimizerInHook, skip_missing_loss: str) -> None:
+    def _use_optimizer_in_hook(self, settings: OptimizerInHook) -> None:
         if not isinstance(settings, OptimizerInHook):
             raise TypeError(f"Expected an OptimizerInHook for `optimizer_in_hook`, got {type(settings).__name__}.")
-        if settings.overlap and skip_missing_loss == "all":
-            raise ValueError(
-                '`skip_missing_loss="all"` decides after the backward whether there is a step, but `optimizer_in_hook` '
-                f"makes it while gradients come: {_TWO_PHASES}"
-            )
         self._optimizer_in_hook = settings
-        self._refuse_averager(self._averager)
-
-    def _refuse_averager(self, averager: ModelAverager | None) -> None:
-        if averager is not None and self._optimizer_in_hook is not None:
-            raise ValueError(
-                "`averager` lets each rank train for itself with an optimizer of its own, which `optimizer_in_hook` "
-                "steps for all ranks: set one of them."
-            )
-
-    @override
-    def use_averager(
-        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
-    ) -> None:
-        self._refuse_averager(averager)
-        super().use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
 
     # ------------------------------------------------------------------ a fit
 
-    def _check_optimizer_in_hook(self, module: LightningModule) -> None:
-        """Raise for what cannot be combined; before anything is set up."""
-        if self._optimizer_in_hook is not None and self._optimizer_in_hook.overlap:
-            refuse_what_comes_too_late(module, module.trainer, self.precision_plugin)
-
-    def _start_optimizers(self, reducer: Reducer) -> None:
+    def _start_optimizers(self, reducer: Reducer, module: LightningModule) -> None:
         """Begin a fit, once the reducer is there; the optimizers follow in `setup_optimizers`."""
         self._optimizers_driver = None
         if self._optimizer_in_hook is not None:
+            if self._optimizer_in_hook.overlap:
+                warn_of_what_comes_too_late(module)
             self._optimizers_driver = OptimizerDriver(self._optimizer_in_hook, reducer)
 
     @override
@@ -96,7 +69,7 @@ class OptimizerStrategy(AveragingStrategy):
     def _stop_optimizers(self) -> None:
         """End a fit; before the reducer goes. A checkpoint can be saved even after that."""
         if self._optimizers_driver is not None:
-            self._optimizers_driver.close(failed=self._failed)
+            self._optimizers_driver.close(failed=self._failed, broken=self._broken)
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._optimizers_driver is None else self._optimizers_driver.stepping()
@@ -132,50 +105,44 @@ class OptimizerStrategy(AveragingStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self._optimizers_driver is not None
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._optimizers_driver.load_state_dict(optimizer, state)
+        states = checkpoint["optimizer_states"]
+        try:
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                self._optimizers_driver.load_state_dict(optimizer, state)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"The checkpoint's entry 'optimizer_states' is damaged: {type(error).__name__}: {error}."
+            ) from error
 
 
-def refuse_what_comes_too_late(module: LightningModule, trainer: pl.Trainer, precision: Any) -> None:
-    """Make sure that nothing wants to see or change gradients between the backward and the step, which is no more.
-
-    Raises:
-        ValueError: something does; names it and the mode to use.
-    """
-    if not module.automatic_optimization:
-        raise ValueError(
-            "In manual optimisation the steps are yours to make, but `optimizer_in_hook` makes them while gradients "
-            f"come: {_TWO_PHASES}"
-        )
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"`gradient_clip_val={trainer.gradient_clip_val}` needs all gradients before the step, but "
-            f"`optimizer_in_hook` steps while they come: {_TWO_PHASES}"
-        )
-    if getattr(precision, "scaler", None) is not None:
-        raise ValueError(
-            "A GradScaler (`precision='16-mixed'`) needs all gradients before it decides on the step, but "
-            f"`optimizer_in_hook` steps while they come: {_TWO_PHASES}"
-        )
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+def between_backward_and_step(module: LightningModule) -> str | None:
+    """Say what wants to see or change gradients between the backward and the step; None if nothing does."""
     for name in ("configure_gradient_clipping", "optimizer_step", "on_before_optimizer_step"):
         owners: list[object] = [module] if is_overridden(name, module, LightningModule) else []
         if name == "on_before_optimizer_step":
-            owners += [callback for callback in callbacks if is_overridden(name, callback, Callback)]
+            owners += [callback for callback in _callbacks(module) if is_overridden(name, callback, Callback)]
         if owners:
-            raise ValueError(
-                f"{type(owners[0]).__name__} overrides `{name}`, which is called after the backward, but "
-                f"`optimizer_in_hook` steps while gradients come: {_TWO_PHASES}"
-            )
+            return f"{type(owners[0]).__name__} overrides `{name}`"
+    return None
+
+
+def warn_of_what_comes_too_late(module: LightningModule) -> None:
+    """Warn of code that may, but need not, want to change gradients when the step has been made already."""
     if is_overridden("backward", module, LightningModule):
         rank_zero_warn(
             f"{type(module).__name__} overrides `backward`, but `optimizer_in_hook` steps within the backward pass, so "
-            f"that what the override does to gradients after it comes too late. If it does so, {_TWO_PHASES}"
+            "that what the override does to gradients after it comes too late. If it does so, use "
+            "`OptimizerInHook(shard=True, overlap=False)`, or leave `optimizer_in_hook` out."
         )
     late: list[object] = [module] if is_overridden("on_after_backward", module, LightningModule) else []
-    late += [callback for callback in callbacks if is_overridden("on_after_backward", callback, Callback)]
+    late += [callback for callback in _callbacks(module) if is_overridden("on_after_backward", callback, Callback)]
     if late:
         rank_zero_warn(
             f"{type(late[0]).__name__} overrides `on_after_backward`, which is called when `optimizer_in_hook` has "
             "stepped already: it may look at gradients, but what it does to them comes too late."
         )
+
+
+def _callbacks(module: LightningModule) -> list[Callback]:
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks

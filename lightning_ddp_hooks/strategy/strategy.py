@@ -19,8 +19,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.arguments import (
+    START_METHODS,
+    require_backend_name,
+    require_choice,
+    require_failure_timeout,
+    require_flag,
+    require_timeout,
+)
 from lightning_ddp_hooks.averaging.averager import ModelAverager
-from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
+from lightning_ddp_hooks.checkpoint import (
+    STATE_KEY,
+    progress_in,
+    read_training_state,
+    restore_hook,
+    training_state,
+)
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook, declaration_text
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
@@ -29,8 +43,10 @@ from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
+from lightning_ddp_hooks.strategy.combinations import Run, idle, refuse
 from lightning_ddp_hooks.strategy.health import HealthStrategy
 from lightning_ddp_hooks.strategy.lightning_names import averager_by_lightnings_names, hook_by_lightnings_names
+from lightning_ddp_hooks.strategy.optimizer import between_backward_and_step
 from lightning_ddp_hooks.strategy.summary import brief, summary_text, without_effect
 
 if TYPE_CHECKING:
@@ -56,10 +72,13 @@ class DDPHooksStrategy(HealthStrategy):
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; by default detected (torchrun, SLURM, ...).
-        checkpoint_io: how checkpoints are written.
+        checkpoint_io: how checkpoints are written; by default in files that are whole or not there, see
+            `lightning_ddp_hooks.strategy.checkpoint_io.AtomicCheckpointIO`.
         precision_plugin: set by the Trainer from its ``precision``.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
+            Short names are allreduce, batched_powersgd, bf16, fp16, fp8, int8, noop, onebit, post_local_sgd, powersgd,
+            quantize_per_channel, quantize_per_tensor, topk.
         averager: averages the model every few steps instead of gradients at every step; see
             `lightning_ddp_hooks.averaging`.
         average_before_eval: put the averaged model in place for validation.
@@ -78,7 +97,7 @@ class DDPHooksStrategy(HealthStrategy):
             with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
-        timeout: of collectives.
+        timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
         failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
             store that it is alive. When a rank fails, dies or is stopped, the others end with an error that names it,
             its own error if it could still tell, and where they stood. A rank that cannot say that it failed is given
@@ -147,31 +166,29 @@ class DDPHooksStrategy(HealthStrategy):
             broadcast_buffers=broadcast_buffers,
             reducer_backend=reducer_backend,
         )
-        _check_choice("gradient_weighting", gradient_weighting, ("ranks", "samples"))
-        _check_choice("skip_missing_loss", skip_missing_loss, ("zeros", "all"))
-        for name, flag in (("average_before_eval", average_before_eval), ("save_replicas", save_replicas)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
-        _check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {timeout!r}.")
-        self._use_failure_timeout(failure_timeout)
-        if process_group_backend is not None and not isinstance(process_group_backend, str):
-            raise TypeError(
-                f"Expected a name such as 'gloo' for `process_group_backend`, got {process_group_backend!r}."
-            )
+        require_choice("gradient_weighting", gradient_weighting, ("ranks", "samples"))
+        require_choice("skip_missing_loss", skip_missing_loss, ("zeros", "all"))
+        require_flag("average_before_eval", average_before_eval)
+        require_flag("save_replicas", save_replicas)
+        require_choice("start_method", start_method, START_METHODS)
+        require_timeout(timeout)
+        require_failure_timeout(failure_timeout)
+        self._failure_timeout = failure_timeout
+        require_backend_name(process_group_backend)
         hook = hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self._hook = resolve_hook(hook)
         self._gradient_weighting = gradient_weighting
+        self._skip_missing_loss = skip_missing_loss
+        self._averager_flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
         averager = averager_by_lightnings_names(averager, model_averaging_period, ddp_comm_state)
         if averager is not None:
             self.use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
         if optimizer_in_hook is not None:
-            self._use_optimizer_in_hook(optimizer_in_hook, skip_missing_loss)
+            self._use_optimizer_in_hook(optimizer_in_hook)
         self._use_checks(check_replicas_every_n_steps, detect_nonfinite)
+        refuse(self._run())
         self._failed = False
         self._final_state: dict[str, Any] | None = None
-        self._skip_missing_loss = skip_missing_loss
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -217,6 +234,7 @@ class DDPHooksStrategy(HealthStrategy):
         assert declared is not None
         if self._hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
+        refuse(self._run(hook=declared))
         if self._reducer is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
             self._install_hook(declared)
         else:
@@ -226,26 +244,43 @@ class DDPHooksStrategy(HealthStrategy):
     def use_averager(
         self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
     ) -> None:
-        if self._gradient_weighting == "samples":
-            raise ValueError(
-                '`gradient_weighting="samples"` weighs gradients, which are not exchanged once `averager` has taken '
-                "over."
-            )
+        if isinstance(averager, ModelAverager):
+            refuse(self._run(averager=averager))
         super().use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
 
     @override
     def use_uneven_inputs(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
-        if self._gradient_weighting == "samples" and settings.divisor != "samples":
-            raise ValueError(
-                '`gradient_weighting="samples"` contradicts `UnevenInputs(divisor='
-                f'"{settings.divisor}")`: set `divisor="samples"`.'
-            )
-        if self._averager is not None and settings.divisor == "samples":
-            raise ValueError(
-                '`UnevenInputs(divisor="samples")` weighs gradients, which are not exchanged once `averager` has taken '
-                "over."
-            )
+        refuse(self._run(policy=settings.policy, divisor=settings.divisor))
         super().use_uneven_inputs(settings, trainer)
+
+    def _run(self, **found: Any) -> Run:
+        """Return what is set, as far as it is known here, and what the caller has found out."""
+        known: dict[str, Any] = {
+            "hook": self._hook if self._fit_hook is None else self._fit_hook,
+            "averager": self._averager,
+            "optimizer_in_hook": self._optimizer_in_hook,
+            "gradient_weighting": self._gradient_weighting,
+            "skip_missing_loss": self._skip_missing_loss,
+            "find_unused_parameters": self._config.find_unused_parameters,
+            "static_graph": self._config.static_graph,
+            "detect_nonfinite": self._detects_nonfinite,
+            "check_replicas_every_n_steps": self._check_replicas_every,
+            **self._averager_flags,
+        }
+        if self._uneven is not None:
+            known |= {"policy": self._uneven.settings.policy, "divisor": self._uneven.settings.divisor}
+        return Run(**{**known, **found})
+
+    def _run_of_fit(self, module: pl.LightningModule) -> Run:
+        """Return the same with what the Trainer and the module say."""
+        trainer = module.trainer
+        return self._run(
+            manual=not module.automatic_optimization,
+            gradient_clip_val=trainer.gradient_clip_val,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            scaler=getattr(self.precision_plugin, "scaler", None) is not None,
+            late=between_backward_and_step(module),
+        )
 
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""
@@ -265,12 +300,7 @@ class DDPHooksStrategy(HealthStrategy):
         module = self.lightning_module
         assert module is not None
         policy = None
-        if not module.automatic_optimization and self._skip_missing_loss == "all":
-            raise ValueError(
-                '`skip_missing_loss="all"` skips the step of automatic optimisation; in manual optimisation the steps '
-                "are yours: agree on skipping one by `self.all_gather` or `trainer.strategy.reduce_boolean_decision`."
-            )
-        self._check_optimizer_in_hook(module)
+        refuse(self._run_of_fit(module))
         if not module.automatic_optimization and not self._config.find_unused_parameters:
             policy = UnusedPolicy.ALIKE
         self._reducer = Reducer(
@@ -289,7 +319,7 @@ class DDPHooksStrategy(HealthStrategy):
         )
         self._start_watch(self._reducer)
         self._start_nonfinite(self._reducer)
-        self._start_optimizers(self._reducer)
+        self._start_optimizers(self._reducer, module)
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
         self._step = 0 if self._restored is None else self._restored["step"]
         self._loss_scale = 1.0 if self._restored is None else self._restored.get("loss_scale", 1.0)
@@ -297,7 +327,7 @@ class DDPHooksStrategy(HealthStrategy):
             self._install_hook(self._hook)
         if self._gradient_weighting == "samples" and self._uneven is None:
             self._weights = SampleWeights(self._reducer.control_group)
-        self._failed = False
+        self._failed = self._broken = False
         self._final_state = None
         self._start_averaging(module)
         log.debug("reducer: %s", self._reducer.stats())
@@ -305,6 +335,7 @@ class DDPHooksStrategy(HealthStrategy):
     def _install_hook(self, hook: CommHook) -> None:
         assert self._reducer is not None
         self._fit_hook = hook
+        self._follow_hook(hook)
         if self._optimizers_driver is not None:
             hook = self._optimizers_driver.hook(hook) or hook
         self._bound_hook = install_hook(self._reducer, hook, lambda: self._step)
@@ -339,7 +370,7 @@ class DDPHooksStrategy(HealthStrategy):
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
         steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
         if self.global_rank == 0:
-            for text in without_effect(hook, self._averager, steps):
+            for text in (*without_effect(hook, self._averager, steps), *idle(self._run_of_fit(module))):
                 log.warning(text)
 
     def _follow_loss_scale(self) -> None:
@@ -374,9 +405,15 @@ class DDPHooksStrategy(HealthStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        # Groups do not exist yet: what was read is applied in setup.
-        self._restored = read_training_state(checkpoint)
+        checkpoint: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            # Groups do not exist yet: what was read is applied in setup.
+            self._restored = read_training_state(checkpoint, str(checkpoint_path))
+        except Exception as error:
+            failure = error
+        self._agree_on_checkpoint(str(checkpoint_path), progress_in(checkpoint), failure)
         if self._reducer is not None and self._restored is not None:  # while fitting: a tuner puts back where it began
             self._step = self._restored["step"]
             self._loss_scale = self._restored.get("loss_scale", 1.0)
@@ -395,11 +432,13 @@ class DDPHooksStrategy(HealthStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failed = True
+        # After an error of the connection, or in the middle of anything, nobody knows what groups still wait for.
+        self._broken = comm.is_collective_error(exception) or not isinstance(exception, Exception)
         if self._reducer is not None:
             self._reducer.failed = True
             self._reducer.abandoned_work |= self._weights is not None and self._weights.pending
         if self._uneven is not None:
-            self._uneven.failed = True
+            self._uneven.failed, self._uneven.broken = True, self._broken
 
     @override
     def teardown(self) -> None:
@@ -444,7 +483,7 @@ class DDPHooksStrategy(HealthStrategy):
         if tail is not None:
             reducer.buffers.refresh(tail.first)
         if not module.automatic_optimization:
-            if reducer.passes - passes > self._passes_in_backward:
+            if reducer.passes - passes > self._passes_in_backward or self._trains_alone:
                 self._check_gradients()
             self._step_ended()
             weighs = self._weights is not None or self._uneven is not None
@@ -484,7 +523,7 @@ class DDPHooksStrategy(HealthStrategy):
             if not (missing or constant or joined):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._passes_in_backward += reducer.passes - passes
-        if reducer.passes > passes:
+        if reducer.passes > passes or self._trains_alone:
             self._check_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -552,11 +591,6 @@ class DDPHooksStrategy(HealthStrategy):
 
 class _SkipStepError(Exception):
     """Leaves an optimizer's step between its closure and its update."""
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
 
 
 def register() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.callbacks.uneven_collectives import gathered, neutral, op_name, reduced
 from lightning_ddp_hooks.callbacks.uneven_run import UnevenRun
+from lightning_ddp_hooks.strategy.loading import LoadingStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_ddp_hooks.callbacks.uneven_inputs import UnevenInputs
 
 
-class UnevenStrategy(DDPStrategy):
+class UnevenStrategy(LoadingStrategy):
     """A `DDPStrategy` under which ranks may have dataloaders of different lengths."""
 
     _uneven: UnevenRun | None = None

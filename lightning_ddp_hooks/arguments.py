@@ -1,0 +1,79 @@
+"""What the constructors of the Trainer's and of Fabric's strategy check alike: single values, with the same words."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Make sure that a setting is one of several names.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value not in choices:
+        raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Make sure that a setting is True or False.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")
+
+
+def require_timeout(value: object) -> None:
+    """Make sure that the time-out of collectives is one.
+
+    Raises:
+        TypeError: it is neither a timedelta nor None.
+    """
+    if value is not None and not isinstance(value, timedelta):
+        raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {value!r}.")
+
+
+def require_backend_name(value: object) -> None:
+    """Make sure that the backend of process groups is a name.
+
+    Raises:
+        TypeError: it is neither a name nor None.
+    """
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"Expected a name such as 'gloo' for `process_group_backend`, got {value!r}.")
+
+
+def require_failure_timeout(value: object) -> None:
+    """Make sure that the time after which a silent rank is given up is one.
+
+    Raises:
+        TypeError: it is neither a number nor None.
+        ValueError: it is not positive and finite.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {value!r}.")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"Expected a positive number of seconds for `failure_timeout`, got {value!r}.")
+
+
+def require_check_interval(value: object) -> None:
+    """Make sure that the number of steps between two comparisons of the ranks is one.
+
+    Raises:
+        TypeError: it is neither a whole number nor None.
+        ValueError: it is negative.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Expected a number of steps or None for `check_replicas_every_n_steps`, got {value!r}.")
+    if value < 0:
+        raise ValueError(
+            f"Expected 0 (never), a number of steps, or None for `check_replicas_every_n_steps`, got {value}."
+        )

@@ -1,0 +1,49 @@
+"""Find out from outside in which collective a thread is blocked: it cannot say so itself.
+
+Not only our own collectives let ranks wait, but also Lightning's, those of metrics, and the user's. Python's stack
+shows them all, and each group counts its collectives, so that two looks at the same place can be told from no progress.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+from torch import Tensor
+
+# What is larger may just take its time.
+_SMALL_BYTES = 1 << 16
+
+
+def blocking_collective(thread: int) -> str:
+    """Say which collective a thread waits in, and where it was called; from any other thread.
+
+    Args:
+        thread: as from `threading.get_ident`.
+
+    Returns:
+        Such as ``"`barrier` called by fit (train.py:31)"``; empty outside a collective of ``torch.distributed``, and
+        for one that moves more than a few numbers, since it may be on its way.
+    """
+    frame = sys._current_frames().get(thread)
+    call: FrameType | None = None
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        call, frame = frame, frame.f_back
+        if any(_large(value) for value in list(call.f_locals.values())):
+            return ""
+    if call is None or frame is None:
+        return ""
+    code = frame.f_code
+    # A decorator of torch's stands between the call and what is called.
+    called = call.f_locals.get("func")
+    name = getattr(called, "__name__", call.f_code.co_name)
+    return f"`{name}` called by {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def _large(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.nbytes > _SMALL_BYTES
+    if isinstance(value, (list, tuple)):
+        return any(_large(item) for item in value)
+    return False
