@@ -334,7 +334,10 @@ class Numbers(Net):
         x = torch.randn(self.samples, WIDTH, dtype=torch.float64)
         numbers = torch.arange(self.samples)
         workers = int(shuffle and self.samples > 2)
-        return DataLoader(TensorDataset(x, x[:, :1], numbers), 2, shuffle=shuffle, num_workers=workers)
+        # A rank's workers would otherwise start as the rank did, but without what was imported for it.
+        context = "fork" if workers else None
+        samples = TensorDataset(x, x[:, :1], numbers)
+        return DataLoader(samples, 2, shuffle=shuffle, num_workers=workers, multiprocessing_context=context)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen["fit"] += batch[2].tolist()
