@@ -18,9 +18,7 @@ from digits import DigitsData, DigitsModel
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_ddp_hooks import DDPHooksStrategy, GradBucket
-from lightning_ddp_hooks.hooks import CommHook
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases
-from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
+from lightning_ddp_hooks.hooks import BindContext, BoundHook, CommHook, ErrorMemory, Phases
 
 
 @dataclass(frozen=True, kw_only=True)

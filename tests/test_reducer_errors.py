@@ -102,6 +102,24 @@ def _nothing_to_train() -> int:
     return int(model.stats()["num_parameter_tensors"])  # type: ignore[call-overload]
 
 
+def _wrap_twice() -> str:
+    module = nn.Linear(2, 1)
+    wrapper = ldh.DataParallel(module)
+    with pytest.raises(ValueError, match="reduced already") as raised:
+        ldh.DataParallel(nn.Sequential(module))
+    wrapper.detach()
+    again = ldh.DataParallel(module)
+    again(torch.ones(1, 2)).sum().backward()
+    again.detach()
+    return str(raised.value)
+
+
+@pytest.mark.ranks
+def test_a_module_is_wrapped_once_at_a_time() -> None:
+    for text in run_ranks(_wrap_twice):
+        assert text.startswith("Parameter '0.weight' is reduced already")
+
+
 def test_a_model_without_trainable_parameters_works() -> None:
     assert run_ranks(_nothing_to_train) == [0, 0]
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.found_inf import agree_on_found_inf
@@ -200,9 +200,13 @@ class ModelAveraging(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._failed = True
+        # Nobody calls `teardown` now. After an error of the connection what groups wait for is not known.
+        averaging, self._averaging = self._averaging, None
+        if averaging is not None and isinstance(exception, Exception) and not comm.is_collective_error(exception):
+            averaging.close(failed=True)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._averaging is not None and not self._failed:
+        if self._averaging is not None:
             self._averaging.close()
         self._averaging = None

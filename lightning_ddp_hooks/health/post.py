@@ -84,10 +84,11 @@ class Post(threading.Thread):
 
     def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
         """Exchange notes in quick succession until a condition holds, or until ``timeout`` seconds are over."""
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, self._period / 1000  # mostly the others are almost there
         while not condition() and self.is_alive() and time.monotonic() < deadline:
             self._wake.set()
-            time.sleep(self._period / 20)
+            time.sleep(pause)
+            pause = min(1.5 * pause, self._period / 20)
 
     def stop(self, timeout: float) -> None:
         """End the thread; it is left behind if the store does not answer within ``timeout`` seconds."""

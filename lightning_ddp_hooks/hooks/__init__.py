@@ -10,7 +10,8 @@ from lightning_ddp_hooks.hooks.cast import (
     fp16_compress_wrapper,
 )
 from lightning_ddp_hooks.hooks.compose import PerParameter, Rule, Schedule, Stage
-from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.onebit import OneBit
@@ -28,12 +29,16 @@ from lightning_ddp_hooks.hooks.topk import TopK
 __all__ = [
     "AllReduce",
     "BatchedPowerSGD",
+    "BindContext",
     "BlockQuantize",
+    "BoundHook",
     "Cast",
     "CommHook",
+    "ErrorMemory",
     "Noop",
     "OneBit",
     "PerParameter",
+    "Phases",
     "PostLocalSGD",
     "PostLocalSGDState",
     "PowerSGD",

@@ -31,6 +31,7 @@ from lightning_ddp_hooks.reducer.arena import Arena
 from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.buffers import Buffers
+from lightning_ddp_hooks.reducer.claim import claim, release, require_free
 from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.engine import Engine
@@ -89,7 +90,7 @@ class Reducer:
     Raises:
         RuntimeError: the ranks' models or settings differ, or there is no process group.
         TypeError: ``module`` is not a module.
-        ValueError: a parameter is not initialised.
+        ValueError: a parameter is not initialised, or has a reducer already.
     """
 
     # ------------------------------------------------------------------ construction
@@ -119,6 +120,7 @@ class Reducer:
         )
         ignored = _compat.ignored_names(module)
         check_parameters(module)
+        require_free([(name, param) for name, param in module.named_parameters() if name not in ignored])
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
         self.group = comm.new_group(self.parent_group, timeout=timeout)
@@ -169,6 +171,7 @@ class Reducer:
         self._engine: Engine
         self._forwards = 0
         self._begin_learning()
+        claim((param for _, param in self._trainable.named()), self)
 
     @property
     def names(self) -> list[str]:
@@ -852,6 +855,7 @@ class Reducer:
                     param.grad = view.clone()
         self._engine.close()
         self._trainable.close()
+        release(self)
         self._buckets.clear()
         self._arena.forget()
         self._bucket_streams.clear()
