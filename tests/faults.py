@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ranks import _MP, _adopt_state, _Job
 
 _FAULT_FILE = "LDH_TEST_FAULT_FILE"
+_PATIENCE = "LDH_TEST_PATIENCE"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Ended:
 
 def note_fault() -> None:
     """Note that the fault happens now."""
+    if _FAULT_FILE not in os.environ:  # nobody asks for the time
+        return
     with Path(os.environ[_FAULT_FILE]).open("a") as file:
         file.write(f"{time.monotonic()}\n")
 
@@ -54,7 +57,9 @@ def signal_self(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def run_with_fault(fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 30.0) -> list[Ended]:
+def run_with_fault(
+    fn: Callable[..., Any], *args: Any, world_size: int = 4, timeout: float = 30.0, patience: float = 60.0
+) -> list[Ended]:
     """Run ``fn(*args)`` on every rank, until all have ended but those that were stopped; return how, by rank.
 
     Args:
@@ -62,10 +67,11 @@ def run_with_fault(fn: Callable[..., Any], *args: Any, world_size: int = 4, time
         *args: its arguments.
         world_size: how many ranks to run.
         timeout: seconds that all may take; what runs longer is killed.
+        patience: seconds that a collective on the default group may take.
     """
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         tmp = Path(name)
-        environ = {**os.environ, _FAULT_FILE: str(tmp / "fault")}
+        environ = {**os.environ, _FAULT_FILE: str(tmp / "fault"), _PATIENCE: str(patience)}
         job = _Job(fn, args, world_size, timeout, environ, [])
         pipes = [_MP.Pipe(duplex=False) for _ in range(world_size)]
         processes = [_MP.Process(target=_main, args=(job, index, tmp, pipes[index][1])) for index in range(world_size)]
@@ -136,5 +142,6 @@ def _join_world(index: int, world_size: int, port_file: Path) -> None:
         while not port_file.exists():
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), world_size, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=timedelta(seconds=60))
+    patience = timedelta(seconds=float(os.environ[_PATIENCE]))
+    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=patience)
     dist.barrier()

@@ -2,7 +2,8 @@
 
 Data flow: ``run_ranks`` starts one process per rank -> ``_rank_main`` joins the world, calls the function and sends
 one ``_Outcome`` down its pipe -> ``_collect`` gathers them -> ``run_ranks`` returns the values or fails the test.
-The ranks meet through a file, so that no test ever chooses a port.
+The ranks meet through a store of the parent, on a port that the system chooses: through a file they would wait for
+its next look at it, each time that a group is made.
 """
 
 import faulthandler
@@ -76,10 +77,11 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
         timeout: Seconds that all ranks together may take.
     """
     job = _Job(fn, args, world_size, timeout, dict(os.environ), list(warnings.filters))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as tmp:
         ranks: list[_Rank] = []
         try:
-            ranks += (_Rank(job, index, Path(tmp)) for index in range(world_size))
+            ranks += (_Rank(job, index, store.port, Path(tmp)) for index in range(world_size))
             outcomes = _collect(ranks, timeout)
             _raise_unless_all_returned(ranks, outcomes)
         finally:
@@ -91,13 +93,13 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
 class _Rank:
     """The parent's end of one rank: its process, its pipe, and the file that its stack goes to."""
 
-    def __init__(self, job: _Job, index: int, tmp: Path) -> None:
+    def __init__(self, job: _Job, index: int, port: int, tmp: Path) -> None:
         self.index = index
         self._stack_file = tmp / f"stack-{index}"
         self.conn, child_conn = _MP.Pipe(duplex=False)
         # Not a daemon: daemons may not start processes, and a rank may want DataLoader workers.
         self._process = _MP.Process(
-            target=_rank_main, args=(job, index, tmp / "store", self._stack_file, child_conn), daemon=False
+            target=_rank_main, args=(job, index, port, self._stack_file, child_conn), daemon=False
         )
         self._process.start()
         child_conn.close()  # else the pipe of a dead rank would never read as closed
@@ -168,13 +170,13 @@ def _describe_exit(code: int | None) -> str:
     return f"exited with code {code}"
 
 
-def _rank_main(job: _Job, index: int, store: Path, stack_file: Path, conn: Connection) -> None:
+def _rank_main(job: _Job, index: int, port: int, stack_file: Path, conn: Connection) -> None:
     """Be rank ``index``: the function that runs in the rank's own process."""
     with stack_file.open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         try:
             _adopt_state(job, index)
-            outcome = _run_in_world(job, index, store)
+            outcome = _run_in_world(job, index, port)
             # A plain pickle copies tensors. ``conn.send`` would share their memory, which fails when this process is
             # gone before the parent looks.
             message = pickle.dumps(outcome)
@@ -208,14 +210,10 @@ def _adopt_state(job: _Job, index: int) -> None:
     torch.manual_seed(0)
 
 
-def _run_in_world(job: _Job, index: int, store: Path) -> _Outcome:
-    dist.init_process_group(
-        "gloo",
-        init_method=store.as_uri(),
-        rank=index,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.timeout),
-    )
+def _run_in_world(job: _Job, index: int, port: int) -> _Outcome:
+    timeout = timedelta(seconds=job.timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=index, world_size=job.world_size, timeout=timeout)
     dist.barrier()  # a rank that leaves early must not break one that is still connecting
     try:
         outcome = _Outcome("returned", job.fn(*job.args))

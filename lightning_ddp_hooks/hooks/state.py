@@ -117,8 +117,8 @@ def require_sound(value: object, where: str) -> None:
         stored = value.untyped_storage().nbytes()
         if value.numel() * value.element_size() > stored + _MUCH:
             raise ValueError(
-                f"The checkpoint is damaged: {where} claims {value.numel()} elements of {value.element_size()} bytes, but "
-                f"holds {stored} bytes."
+                f"The checkpoint is damaged: {where} claims {value.numel()} elements of {value.element_size()} bytes, "
+                f"but holds {stored} bytes."
             )
 
 
