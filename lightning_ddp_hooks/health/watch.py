@@ -27,6 +27,8 @@ from lightning_ddp_hooks.health.report import accounts, failed_ranks, failure_re
 
 # A rank whose note stays the same for so many periods is gone, once it is known that something is wrong.
 _MISSED = 4
+# While data are read and models built, in calls that may let no other thread run for long.
+_PATIENCE = 10
 EXIT_CODE = 70
 
 
@@ -42,6 +44,7 @@ class Watch:
             long this rank's main thread has to come back once another rank has said that it failed.
         store_host: where the store is, in words.
         exit_process: ends the process if the main thread does not come back; for tests.
+        patient: whether a rank may be silent ten times as long, until the attribute of this name says otherwise.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class Watch:
         timeout: float,
         store_host: str,
         exit_process: Callable[[int], object] = os._exit,
+        patient: bool = False,
     ) -> None:
+        self.patient = patient
         self._rank = rank
         self._world_size = world_size
         self._where = where
@@ -146,7 +151,7 @@ class Watch:
             self._post.wants_notes = idle_s >= 2 * self._period
             # Whoever failed will not come back, while one that is silent may be busy with a call that lets no other
             # thread run.
-            if idle_s >= self._timeout and self._found(self._timeout):
+            if idle_s >= self._timeout and self._found(self._tolerated_s):
                 self._end(grace_s=_MISSED * self._period)
                 return
             if idle_s >= self._timeout and self._parted():
@@ -155,6 +160,11 @@ class Watch:
             if self._post.alarms and idle_s >= 2 * self._period:
                 self._end(grace_s=self._timeout)
                 return
+
+    @property
+    def _tolerated_s(self) -> float:
+        """For how long a rank may be silent before it counts as lost."""
+        return _PATIENCE * self._timeout if self.patient else self._timeout
 
     def _found(self, silent_s: float) -> bool:
         seen = self._post.seen()
@@ -182,7 +192,7 @@ class Watch:
         )
 
     def _end(self, grace_s: float, *, have_parted: bool = False) -> None:
-        self._fault = self._report(self._timeout, have_parted=have_parted)
+        self._fault = self._report(self._tolerated_s, have_parted=have_parted)
         # Aborting may wait for the group's own threads.
         threading.Thread(target=comm.abort_groups, name="ldh-health-abort", daemon=True).start()
         if not self._over.wait(grace_s):

@@ -5,11 +5,13 @@ Like its neighbours a class between Lightning's `DDPStrategy` and ours.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -27,6 +29,12 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.strategy.logs import LogsStrategy
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+_runs = itertools.count()
+
 
 class HealthStrategy(LogsStrategy):
     """A `DDPStrategy` that ends with a report when another rank fails, or ranks are not what they should be."""
@@ -42,38 +50,54 @@ class HealthStrategy(LogsStrategy):
 
     # ------------------------------------------------------------------ ranks that fail
 
-    def _start_watch(self, reducer: Reducer) -> None:
-        """Begin a fit, once the reducer is there; on all ranks."""
-        if self._failure_timeout is None or reducer.world_size == 1:
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._start_watch()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self._watch is not None:
+            self._watch.patient = False
+
+    def _start_watch(self) -> None:
+        """Begin a run; on all ranks, as soon as they have met."""
+        if self._failure_timeout is None or comm.world_size() == 1:
             return
-        # A name that is this fit's own, on all ranks the same: that of a group made for it.
-        prefix = f"ldh-health/{comm.group_name(reducer.control_group)}"
+        # A name that is this run's own: all ranks begin the same runs.
+        prefix = f"ldh-health/run-{next(_runs)}"
         try:
             store = comm.connect_store(prefix, timedelta(seconds=self._failure_timeout))
         except (RuntimeError, NotImplementedError) as error:
             rank_zero_warn(f"No failure reports: the store cannot be connected to a second time: {error}")
             return
-
         thread = threading.get_ident()  # this one is watched by others
-
-        def where() -> Whereabouts:
-            collectives = comm.collectives_begun()
-            waits_for = self._logged.waits_for if self._logged is not None else ""
-            waits_for = waits_for or blocking_collective(thread)
-            if waits_for:
-                return Whereabouts(self._step, reducer.passes, waits_for=waits_for, collectives=collectives)
-            place = reducer.broke_at or (*reducer.progress(), reducer.waits_for())
-            return Whereabouts(self._step, *place, collectives)
-
         self._watch = Watch(
             store,
             self.global_rank,
-            reducer.world_size,
-            where,
+            comm.world_size(),
+            lambda: self._whereabouts(thread),
             timeout=self._failure_timeout,
             store_host=comm.store_host(),
             exit_process=self._exit_process,
+            patient=True,
         )
+
+    def _whereabouts(self, thread: int) -> Whereabouts:
+        """Say how far this rank has come; from any thread.
+
+        Args:
+            thread: the one that trains.
+        """
+        reducer, logged = self._reducer, self._logged
+        collectives = comm.collectives_begun() if comm.is_initialized() else 0
+        waits_for = (logged.waits_for if logged is not None else "") or blocking_collective(thread)
+        if reducer is None or waits_for:
+            passes = 0 if reducer is None else reducer.passes
+            return Whereabouts(self._step, passes, waits_for=waits_for, collectives=collectives)
+        place = reducer.broke_at or (*reducer.progress(), reducer.waits_for())
+        return Whereabouts(self._step, *place, collectives)
 
     def _exit_process(self, code: int) -> None:
         """End this process and those that it has started: one that was stopped would stay for ever."""
@@ -84,7 +108,7 @@ class HealthStrategy(LogsStrategy):
         os._exit(code)
 
     def _stop_watch(self) -> None:
-        """End a fit; while the reducer still is there."""
+        """End a run; while the reducer still is there."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

@@ -317,7 +317,6 @@ class DDPHooksStrategy(HealthStrategy):
                 **self._health_settings(),
             },
         )
-        self._start_watch(self._reducer)
         self._start_nonfinite(self._reducer)
         self._start_optimizers(self._reducer, module)
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.

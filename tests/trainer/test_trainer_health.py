@@ -3,6 +3,7 @@
 And ranks whose parameters or gradients are not what they should be.
 """
 
+import ctypes
 import os
 import signal
 import threading
@@ -103,6 +104,30 @@ class KilledInCheckpoint(Net):
             signal_self(signal.SIGKILL)
 
 
+class RaisesInSetup(Net):
+    def setup(self, stage: str) -> None:
+        if rank() == 1:
+            note_fault()
+            raise ValueError("a bad sample")
+
+
+class KilledInConfigure(Net):
+    def configure_optimizers(self) -> Any:
+        if rank() == 1:
+            signal_self(signal.SIGKILL)
+        return super().configure_optimizers()
+
+
+class Validated(Net):
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and rank() == 1:
+            signal_self(signal.SIGKILL)
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+
 class KilledInTail(UnevenNet):
     counts = (9, 9, 2, 9)
 
@@ -164,6 +189,42 @@ def test_a_rank_that_dies_is_named(module_class: type[Harmed], backend: str) -> 
 def test_what_was_waited_for_is_named() -> None:
     others = _others(run_with_fault(_fit, Killed2, {"reducer_backend": "python"}, {}), 2)
     assert any("waiting for bucket 0 ('net.4." in _own_place(ended) for ended in others)
+
+
+def test_a_rank_that_fails_before_there_is_a_reducer_is_told() -> None:
+    for ended in _others(run_with_fault(_fit, RaisesInSetup, {}, {}, world_size=2), 1):
+        assert "Rank 1 failed at step 0" in ended.error
+        assert "ValueError: a bad sample" in ended.error
+    settings = {"failure_timeout": TIMEOUT / 8}  # ten times as long is waited there
+    for ended in _others(run_with_fault(_fit, KilledInConfigure, settings, {}, world_size=2), 1):
+        assert "Rank 1 died or was stopped" in ended.error
+
+
+def _validate() -> None:
+    make_trainer(_strategy()).validate(make_module(Validated), verbose=False)
+
+
+def test_a_rank_that_dies_without_a_fit_is_named() -> None:
+    for ended in _others(run_with_fault(_validate, world_size=2), 1):
+        assert "Rank 1 died or was stopped" in ended.error
+
+
+class BusyInSetup(Net):
+    """One call that lets no other thread run, on one rank, while the others wait."""
+
+    def setup(self, stage: str) -> None:
+        if rank() == 1:
+            ctypes.PyDLL(None).usleep(int(3 * TIMEOUT * 1e6))
+
+
+def _fit_busy() -> int:
+    trainer = make_trainer(_strategy(), max_epochs=1)
+    trainer.fit(make_module(BusyInSetup))
+    return trainer.global_step
+
+
+def test_a_rank_that_is_busy_before_the_fit_is_let_be() -> None:
+    assert [ended.value for ended in run_with_fault(_fit_busy, world_size=2)] == [4, 4]
 
 
 def test_the_death_of_the_rank_that_holds_the_store_is_told() -> None:
