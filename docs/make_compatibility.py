@@ -65,7 +65,7 @@ def generated() -> str:
         names.setdefault(setting.axis, []).append(setting.name)
     lines += ["", "These go with everything:", ""]
     lines += [f"- {axis}: {' / '.join(values)}" for axis, values in names.items()]
-    lines.append("")
+    lines += ["", "What the numbers stand for:", ""]  # and so a list of its own, not the end of the one above
     runs = [run_of(pair) for pair in pairs(axes)] + list(OTHER_RUNS)
     for number, rule in enumerate(RULES, 1):
         texts = [text for run in runs if (text := rule.found(run)) is not None]

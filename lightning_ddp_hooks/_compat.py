@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import FrameType, MethodType, ModuleType
 from typing import Any, Literal
@@ -221,9 +222,35 @@ def metric_states(metric: Any) -> dict[str, tuple[Any, bool]]:
     return {name: (getattr(metric, name), reduce is dim_zero_cat) for name, reduce in metric._reductions.items()}
 
 
-def metric_gathers(metric: Any) -> bool:
-    """Tell whether ``metric.compute()`` would gather states over all ranks now."""
-    return metric._computed is None and metric._to_sync and not metric._is_synced and metric.process_group is None
+@contextmanager
+def before_metric_gathers(metric: Any, call: Callable[[str, Any], None]) -> Iterator[None]:
+    """Call ``call(path, metric)`` before a metric, or one within it, gathers its states over all ranks.
+
+    Whether it does is known only then: it may have a cached value, a function of its own that gathers or says that it
+    need not, or consist of others that decide for themselves.
+
+    Args:
+        metric: of torchmetrics; calls under this context are followed.
+        call: gets the path within ``metric``, empty for itself, and the metric that gathers.
+    """
+    from torchmetrics import Metric
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    def gather(self: Any, path: str, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        over_all = dist_sync_fn is gather_all_tensors and (process_group or self.process_group) is None
+        if over_all and self._reductions and followed:
+            call(path, self)
+        type(self)._sync_dist(self, dist_sync_fn, process_group=process_group)
+
+    followed = [(p, m) for p, m in metric.named_modules() if isinstance(m, Metric) and "_sync_dist" not in vars(m)]
+    for path, inner in followed:
+        vars(inner)["_sync_dist"] = partial(gather, inner, path)
+    try:
+        yield
+    finally:
+        for _, inner in followed:
+            del vars(inner)["_sync_dist"]
+        followed.clear()  # a copy that was made meanwhile is not followed any more
 
 
 def follow_logging(results: Any, entry: Callable[[str, str, Any], AbstractContextManager[None]]) -> Callable[[], None]:

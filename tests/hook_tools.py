@@ -84,7 +84,8 @@ def count_wire_bytes(action: Callable[[], Any]) -> int:
     """Run ``action`` and return how many bytes this rank hands to collectives for others, as rings send them."""
     total = 0
     world = dist.get_world_size()
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_single")}
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of older torch
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", gather)}
 
     def counting(name: str, factor: float, operand: int) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ def count_wire_bytes(action: Callable[[], Any]) -> int:
     # What a rank sends of a tensor: all-reduce twice (n - 1) / n of it, all-to-all once, all-gather (n - 1) times.
     dist.all_reduce = counting("all_reduce", 2 * (world - 1) / world, 0)
     dist.all_to_all_single = counting("all_to_all_single", (world - 1) / world, 1)
-    dist.all_gather_single = counting("all_gather_single", world - 1, 1)
+    setattr(dist, gather, counting(gather, world - 1, 1))
     try:
         action()
     finally:

@@ -77,7 +77,7 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
         timeout: Seconds that all ranks together may take.
     """
     job = _Job(fn, args, world_size, timeout, dict(os.environ), list(warnings.filters))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="ranks-") as tmp:
         ranks: list[_Rank] = []
         try:
@@ -212,7 +212,7 @@ def _adopt_state(job: _Job, index: int) -> None:
 
 def _run_in_world(job: _Job, index: int, port: int) -> _Outcome:
     timeout = timedelta(seconds=job.timeout)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=index, world_size=job.world_size, timeout=timeout)
     dist.barrier()  # a rank that leaves early must not break one that is still connecting
     try:

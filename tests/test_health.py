@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,28 @@ def test_the_collective_in_which_a_thread_is_blocked_is_found() -> None:
 
 def test_no_collective_is_found_where_there_is_none() -> None:
     assert blocking_collective(threading.get_ident()) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", "barrier", True),
+        ("torch.distributed.distributed_c10d", "_object_to_tensor", False),
+        ("torch.distributed.checkpoint.filesystem", "save", False),
+    ],
+)
+def test_work_within_torchs_package_is_not_taken_for_a_wait(module: str, name: str, waits: bool) -> None:
+    begun, over = threading.Event(), threading.Lock()
+    space: dict[str, Any] = {"__name__": module, "begun": begun, "over": over}
+    exec(f"def {name}():\n    begun.set()\n    over.acquire()\n", space)  # blocks in C, as fsync and gloo do
+    with over:
+        thread = threading.Thread(target=space[name], daemon=True)
+        thread.start()
+        begun.wait(5)
+        time.sleep(0.05)
+        assert thread.ident is not None
+        assert bool(blocking_collective(thread.ident)) == waits
+    thread.join(5)
 
 
 # ---------------------------------------------------------------------- two ranks in one process

@@ -1,5 +1,7 @@
 """The commands advise, bench and doctor, as they are typed."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from lightning_ddp_hooks.__main__ import main
 
@@ -207,12 +210,24 @@ def test_advise_without_a_network_asks_for_one(capsys: pytest.CaptureFixture[str
 # ---------------------------------------------------------------------- bench, doctor
 
 
+def _on_rank(*words: str) -> str:
+    """Run a command as one of the ranks that torchrun has started; return what it printed."""
+    sys.path.insert(0, os.getcwd())
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(list(words)) == 0
+    return output.getvalue()
+
+
 @pytest.mark.ranks
-def test_bench_measures_on_processes_of_this_machine() -> None:
-    words = ["--model", "asked_about.Module", "--batch", "asked_about.batch", "--processes", "2", "--steps", "2"]
+@pytest.mark.trainer
+def test_bench_measures_on_the_ranks_of_torchrun() -> None:
+    words = ["--model", "asked_about.Module", "--batch", "asked_about.batch", "--steps", "2", "--device", "cpu"]
     hooks = ["allreduce", "int8", "periodic-8"]
-    text = _typed("bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json")
-    assert "2 ranks" in text
+    arguments = ["bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json"]
+    first, second = run_ranks(_on_rank, *arguments)
+    assert "2 ranks" in first
+    assert not second
     figures = json.loads(Path("figures.json").read_text())
     assert figures["world_size"] == 2
     assert set(figures["seconds"]) == set(hooks)
@@ -221,7 +236,7 @@ def test_bench_measures_on_processes_of_this_machine() -> None:
 
 @pytest.mark.ranks
 def test_doctor_examines_this_machine_and_its_ranks() -> None:
-    text = _typed("doctor", "--device", "cpu")
+    text = _typed("doctor", "--device", "cpu", "--processes", "2")  # a word that is not handed on to them
     subjects = {" ".join(line.split()[1:]) for line in text.splitlines()}
     assert "FAIL" not in text
     for expected in ("versions python", "messages each rank reaches each other one (gloo)", "ranks 2 on 1 host(s)"):

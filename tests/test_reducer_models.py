@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import backend_fixture  # noqa: F401
+from backends import require
 from odd_models import CASES, reference, train
 from ranks import run_ranks
 
@@ -33,9 +33,16 @@ def _outcomes(backend: str, world_size: int, views: bool) -> list[dict[str, Outc
     return run_ranks(_train_all, settings, world_size=world_size, timeout=100)
 
 
-@pytest.mark.parametrize(("world_size", "views"), [(2, True), (2, False), (3, True)], ids=["2-views", "2-copies", "3"])
+# Views and copies take turns over engines and ranks.
+@pytest.mark.timeout(900)  # the first that needs the native engine waits for the compiler
+@pytest.mark.parametrize(
+    ("backend", "world_size", "views"),
+    [("python", 2, True), ("python", 3, False), ("native", 2, False), ("native", 3, True)],
+    ids=["python-2-views", "python-3-copies", "native-2-copies", "native-3-views"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_the_reference(backend: str, name: str, world_size: int, views: bool) -> None:
+    require(backend)
     wanted = reference(CASES[name], STEPS, world_size)
     for rank, outcomes in enumerate(_outcomes(backend, world_size, views)):
         params = outcomes[name]

@@ -23,7 +23,7 @@ def test_it_says_who_sends_what() -> None:
     assert summary_text(FACTS, {"hook": "PowerSGD(rank=1)", "averager": None, "optimizer": "sharded"}).split("\n") == [
         "lightning_ddp_hooks: 4 ranks over gloo, native reducer",
         "  gradients   64 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB",
-        "  all-reduce  of them sends 96 MiB from each rank",
+        "  all-reduce  of them, without hook, would send 96 MiB from each rank",
         "  hook        PowerSGD(rank=1)",
         "  optimizer   sharded",
     ]
@@ -37,10 +37,12 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_sizes_have_as_many_digits_as_they_need() -> None:
-    assert [mib(n) for n in (0, 1 << 20, 1 << 10, 1.5 * (1 << 20), 58.72 * (1 << 20))] == [
+    assert [mib(n) for n in (0, 24, 1 << 10, 4.58 * (1 << 10), 1 << 20, 1.5 * (1 << 20), 58.72 * (1 << 20))] == [
         "0 MiB",
+        "0.02 KiB",
+        "1 KiB",
+        "4.58 KiB",
         "1 MiB",
-        "0.0010 MiB",
         "1.50 MiB",
         "58.7 MiB",
     ]

@@ -60,7 +60,7 @@ def measure_hooks(
     device: torch.device,
     first_bucket_mb: float = 1.0,
 ) -> dict[str, dict[float, tuple[list[list[int]], list[BucketCost], int]]]:
-    """Measure hooks in a process of its own.
+    """Measure hooks in a process of its own; the plain mean, which has none, needs no measuring.
 
     Args:
         profile: whose parameters the gradients have.
@@ -77,9 +77,13 @@ def measure_hooks(
     Raises:
         RuntimeError: the process failed; with its output.
     """
+    plain = [name for name in hooks if name in CANDIDATES and CANDIDATES[name].hook is None]
+    measured = {name: {cap: _plain_mean(profile, [first_bucket_mb, cap]) for cap in caps} for name in plain}
+    if len(plain) == len(hooks):
+        return measured
     job = {
         "profile": profile.as_dict(),
-        "hooks": list(hooks),
+        "hooks": [name for name in hooks if name not in plain],
         "caps": list(caps),
         "first": first_bucket_mb,
         "world_size": world_size,
@@ -90,12 +94,27 @@ def measure_hooks(
     done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"Measuring the hooks failed:\n{done.stderr.strip()[-2000:]}")
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured | {
         name: {float(cap): (found["buckets"], [_cost_of(entry) for entry in found["costs"]], found["memory"])
                for cap, found in by_cap.items()}
-        for name, by_cap in measured.items()
+        for name, by_cap in printed.items()
     }  # fmt: skip
+
+
+def _plain_mean(profile: BackwardProfile, limits_mb: Sequence[float]) -> tuple[list[list[int]], list[BucketCost], int]:
+    """Return what the reducer does without a hook: it scales in the copy, and sums."""
+    params = [
+        torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for shape, dtype in zip(profile.shapes, profile.dtypes, strict=True)
+    ]
+    layouts = rebuilt_layout(params, profile.order, _limits(limits_mb))
+    costs = [BucketCost((Phase(0.0, "all_reduce", layout.nbytes),), 0.0) for layout in layouts]
+    return [list(layout.indices) for layout in layouts], costs, 0
+
+
+def _limits(limits_mb: Sequence[float]) -> list[int]:
+    return [max(1, int(mb * MIB)) for mb in limits_mb]
 
 
 def _cost_of(entry: dict[str, Any]) -> BucketCost:
@@ -108,6 +127,7 @@ def _cost_of(entry: dict[str, Any]) -> BucketCost:
 def main() -> None:
     """Read a job from standard input, and print what was measured as the last line."""
     job = json.loads(sys.stdin.read())
+    gc.freeze()  # what the imports have made is no hook's: `_held_bytes` need not look through it
     torch.set_num_threads(job["threads"])
     torch.manual_seed(0)
     profile = BackwardProfile.from_dict(job["profile"])
@@ -120,25 +140,19 @@ def main() -> None:
     with _compat.simulated_world(job["world_size"]):
         for name in job["hooks"]:
             make = CANDIDATES[name].hook
-            result[name] = {
-                str(cap): _measure(None if make is None else make(), profile, params, [job["first"], cap])
-                for cap in job["caps"]
-            }
+            assert make is not None
+            result[name] = {str(cap): _measure(make(), profile, params, [job["first"], cap]) for cap in job["caps"]}
     print(json.dumps(result))
 
 
 def _measure(
-    hook: CommHook | None, profile: BackwardProfile, params: Sequence[Tensor], limits_mb: Sequence[float]
+    hook: CommHook, profile: BackwardProfile, params: Sequence[Tensor], limits_mb: Sequence[float]
 ) -> dict[str, Any]:
-    limits = [max(1, int(mb * MIB)) for mb in limits_mb]
     held_before = _held_bytes()
-    bound = None if hook is None else _bind(hook, profile, params)
-    groups = None if bound is None else [bound.group_of(n, p) for n, p in zip(profile.names, params, strict=True)]
-    layouts = rebuilt_layout(params, profile.order, limits, groups)
+    bound = _bind(hook, profile, params)
+    groups = [bound.group_of(n, p) for n, p in zip(profile.names, params, strict=True)]
+    layouts = rebuilt_layout(params, profile.order, _limits(limits_mb), groups)
     buckets = [list(layout.indices) for layout in layouts]
-    if bound is None:  # the reducer scales in the copy, and sums
-        costs = [{"phases": [(0.0, "all_reduce", layout.nbytes)], "finish": 0.0} for layout in layouts]
-        return {"buckets": buckets, "costs": costs, "memory": 0}
     costs, storages = _time_rounds(bound, layouts, profile.names, params)
     in_buckets = sum(bucket.wire.untyped_storage().nbytes() for bucket in storages)
     memory = max(0, _held_bytes() - held_before - in_buckets)
@@ -230,7 +244,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _held_bytes() -> int:
-    """Return the memory of all tensors that Python holds, each storage once."""
+    """Return the memory of all tensors that Python holds and that were made by `main`, each storage once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

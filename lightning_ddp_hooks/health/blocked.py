@@ -14,6 +14,9 @@ from torch import Tensor
 
 # What is larger may just take its time.
 _SMALL_BYTES = 1 << 16
+# Where waiting is done; elsewhere in ``torch.distributed`` there is also work, such as checkpoints that are written.
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_PICKLING = ("_object_to_tensor", "_tensor_to_object")
 
 
 def blocking_collective(thread: int) -> str:
@@ -28,6 +31,8 @@ def blocking_collective(thread: int) -> str:
     """
     frame = sys._current_frames().get(thread)
     call: FrameType | None = None
+    if frame is None or frame.f_globals.get("__name__") != _COLLECTIVES or frame.f_code.co_name in _PICKLING:
+        return ""
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
         call, frame = frame, frame.f_back
         if any(_large(value) for value in list(call.f_locals.values())):

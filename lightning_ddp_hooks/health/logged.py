@@ -118,14 +118,18 @@ class LoggedValues:
         whole = op == "mean" and not tensor.is_floating_point()
         return found.reshape(tensor.shape).to(torch.get_default_dtype() if whole else tensor.dtype)
 
-    def agree_on_metric(self, metric: Metric) -> None:
+    def agree_on_metric(self, path: str, metric: Metric) -> None:
         """Compare the states of a metric before they are gathered one by one; a collective call.
+
+        Args:
+            path: where it is within the metric that was logged; empty if it is that one.
+            metric: the one that is about to gather.
 
         Raises:
             RuntimeError: on every rank, if the states cannot be gathered; names ranks, key and state.
         """
         assert self._entry is not None
-        states = {"": type(metric).__name__, **_state_texts(metric)}
+        states = {"": type(metric).__name__, **_state_texts(path, metric)}
         head = self._head(torch.device("cpu"), repr(states))
         with self._waiting():
             heads = torch.stack(comm.all_gather(head, self._host_group))
@@ -219,14 +223,13 @@ def _sides(of_ranks: list[str]) -> str:
     return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in sides.items())
 
 
-def _state_texts(metric: Metric) -> dict[str, str]:
-    """Describe what the states of a metric, and of metrics within it, must have in common to be gathered."""
-    texts = {}
-    for path, module in metric.named_modules():
-        if isinstance(module, Metric):
-            for name, (value, concatenated) in _compat.metric_states(module).items():
-                texts[f"{path}.{name}" if path else name] = _state_text(value, concatenated, module.dtype)
-    return texts
+def _state_texts(path: str, metric: Metric) -> dict[str, str]:
+    """Describe what the states of a metric must have in common to be gathered."""
+    dtype = getattr(metric, "dtype", torch.get_default_dtype())  # older torchmetrics has none
+    return {
+        f"{path}.{name}" if path else name: _state_text(value, concatenated, dtype)
+        for name, (value, concatenated) in _compat.metric_states(metric).items()
+    }
 
 
 def _state_text(value: Tensor | list[Tensor], concatenated: bool, dtype: torch.dtype) -> str:

@@ -38,7 +38,8 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
             declared: CommHook = function.as_comm_hook(state)
             return declared
         return TorchHook(hook=function, state=state)
-    raise TypeError(
-        "Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got "
-        f"{type(pair).__name__}{'; wrap a function as (None, function)' if callable(pair) else ''}."
-    )
+    if isinstance(pair, type):
+        got = f"the class {pair.__name__}; make one, as in {pair.__name__}()"
+    else:
+        got = f"{type(pair).__name__}{'; wrap a function as (None, function)' if callable(pair) else ''}"
+    raise TypeError(f"Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got {got}.")

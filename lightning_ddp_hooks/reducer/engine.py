@@ -224,7 +224,8 @@ class PythonEngine:
         self._slots: list[list[tuple[int, Tensor, Tensor]]] = []
         self._deferred: list[list[tuple[Tensor, Tensor]]] = []
         # A parameter holds the node that accumulates its gradient weakly; without these the hooks go with the graph.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self._params]
+        with torch.enable_grad():  # older torch finds them through a view
+            self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self._params]
         self._handles = [
             node.register_hook(self._make_hook(index, param))
             for index, (node, param) in enumerate(zip(self._nodes, self._params, strict=True))

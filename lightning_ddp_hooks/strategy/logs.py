@@ -6,7 +6,7 @@ Like its neighbours a class between Lightning's `DDPStrategy` and ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -41,9 +41,9 @@ class LogsStrategy(OptimizerStrategy):
     @contextmanager
     def _logging(self, place: str, name: str, metric: Metric | None) -> Iterator[None]:
         assert self._logged is not None
-        with self._logged.entry(place, name):
-            if metric is not None and _compat.metric_gathers(metric):
-                self._logged.agree_on_metric(metric)
+        with self._logged.entry(place, name), ExitStack() as stack:
+            if metric is not None:
+                stack.enter_context(_compat.before_metric_gathers(metric, self._logged.agree_on_metric))
             yield
 
     @override

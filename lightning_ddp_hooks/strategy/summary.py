@@ -25,9 +25,9 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
     Example:
         >>> print(summary_text(reducer.stats(), {"hook": "PowerSGD(rank=1)", "averager": None}))
         lightning_ddp_hooks: 2 ranks over gloo, native reducer
-          gradients  58.7 MiB of 150 parameters, in buckets of 1 and then 25 MiB
-          all-reduce of them sends 58.7 MiB from each rank
-          hook       PowerSGD(rank=1)
+          gradients   58.7 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB
+          all-reduce  of them, without hook, would send 58.7 MiB from each rank
+          hook        PowerSGD(rank=1)
     """
     ranks, total = facts["world_size"], facts["total_parameter_size_bytes"]
     first, cap = facts["first_bucket_bytes"], facts["bucket_cap_bytes"]
@@ -35,11 +35,13 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
         sizes = "one bucket"
     else:
         sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
+    instead = " and ".join(label for label in ("hook", "averager") if parts.get(label) is not None)
+    sends = f", without {instead}, would send" if instead else " sends"
     # A ring all-reduce; see Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
     sent = 2 * (ranks - 1) / ranks * total
     lines = {
         "gradients": f"{mib(total)} of {facts['num_parameter_tensors']} parameters, in {sizes}",
-        "all-reduce": f"of them sends {mib(sent)} from each rank",
+        "all-reduce": f"of them{sends} {mib(sent)} from each rank",
         **{label: text for label, text in parts.items() if text is not None},
     }
     width = max(map(len, lines))
@@ -99,7 +101,7 @@ def without_effect(hook: CommHook | None, averager: ModelAverager | None, steps:
 
 
 def mib(count: float) -> str:
-    """Write a number of bytes in MiB."""
-    size = count / (1 << 20)
-    digits = 0 if size == int(size) else 1 if size >= 10 else 2 if size >= 0.1 else 4
-    return f"{size:.{digits}f} MiB"
+    """Write a number of bytes in MiB, or in KiB where that would be a small fraction."""
+    size, unit = (count / (1 << 10), "KiB") if 0 < count < (1 << 20) / 10 else (count / (1 << 20), "MiB")
+    digits = 0 if size == int(size) else 1 if size >= 10 else 2
+    return f"{size:.{digits}f} {unit}"

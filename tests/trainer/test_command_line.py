@@ -31,7 +31,11 @@ NEEDED: dict[type, tuple[str, ...]] = {
     averaging.DiLoCo: ("--it.period=4",),
 }
 HOOKS = [cls for cls in vars(hooks).values() if inspect.isclass(cls) and issubclass(cls, CommHook) and cls != CommHook]
-AVERAGERS = [getattr(averaging, name) for name in averaging.__all__ if name != "ModelAverager"]
+AVERAGERS = [
+    cls
+    for cls in (getattr(averaging, name) for name in averaging.__all__)
+    if issubclass(cls, averaging.ModelAverager) and cls != averaging.ModelAverager
+]
 EXPLAINED = [
     *(DDPHooksStrategy, *HOOKS, hooks.Rule, hooks.Stage, *AVERAGERS, optim.OptimizerInHook),
     *(callbacks.UnevenInputs, callbacks.ModelAveraging, callbacks.CommMonitor),

@@ -19,7 +19,7 @@ from fabric_runs import (
 )
 from ranks import run_ranks
 from test_fabric import Gan
-from trainer_runs import State, rank, state_of
+from trainer_runs import SAFELY, State, rank, state_of
 
 from lightning_ddp_hooks import averaging, hooks, optim
 
@@ -46,7 +46,7 @@ def in_two_parts(path: Path, strategy: Any, make_optimizer: Any, *, second: Any 
     fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 3})
     fabric, model, optimizer = set_up(strategy if second is None else second, make_optimizer)
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
-    remainder = fabric.load(path, state, weights_only=True)
+    remainder = fabric.load(path, state, **SAFELY)
     assert state["epoch"] == 3
     train(fabric, model, optimizer, STEPS // 2, STEPS // 2)
     return state_of(model), remainder
@@ -80,7 +80,7 @@ def resume(path: Path) -> dict[str, bool]:
         first.train(4)
         first.fabric.save(path / "gan.ckpt", gan_state(first))
         second = Gan(strategy, one_module=one_module)
-        second.fabric.load(path / "gan.ckpt", gan_state(second), weights_only=True)
+        second.fabric.load(path / "gan.ckpt", gan_state(second), **SAFELY)
         second.noise.set_state(first.noise.get_state())
         same[f"GAN, one module: {one_module}"] = equal(second.train(4, 4), expected)
     return same

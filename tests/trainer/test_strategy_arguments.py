@@ -56,6 +56,7 @@ def test_names_are_listed_by_the_registry() -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"comm_hook": "nonsense"}, ValueError, r"Unknown communication hook 'nonsense'; known names: .*allreduce"),
     ({"comm_hook": allreduce_hook}, TypeError, r"wrap a function as \(None, function\)"),
+    ({"comm_hook": PowerSGD}, TypeError, r"got the class PowerSGD; make one, as in PowerSGD\(\)"),
     ({"comm_hook": (allreduce_hook, None)}, TypeError, "the callable comes second"),
     ({"comm_hook": (None, 3)}, TypeError, r"callable hook\(state, bucket\), got int"),
     ({"comm_hook": 3}, TypeError, "a short name, a CommHook, a pair"),

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from trainer_runs import (
     EXACT,
     QUIET,
+    SAFELY,
     Net,
     assert_close,
     assert_same,
@@ -192,7 +193,7 @@ def resume(averager, way, folder):
     trainer_with(averager, way, saver, max_epochs=1, enable_checkpointing=True).fit(stopped)
     path = Path(folder) / "step=4.ckpt"  # between two averagings, with a fragment in flight
     resumed = make_module(WithBuffers)
-    trainer_with(averager, way).fit(resumed, ckpt_path=path, weights_only=True)
+    trainer_with(averager, way).fit(resumed, ckpt_path=path, **SAFELY)
     checkpoint = torch.load(path, weights_only=True)
     plain = make_module(WithBuffers)
     plain.load_state_dict(checkpoint["state_dict"])

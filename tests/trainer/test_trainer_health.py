@@ -176,8 +176,7 @@ def _own_place(ended: Ended) -> str:
     return ended.error.split("this one, was at ")[1].splitlines()[0]
 
 
-@pytest.mark.parametrize("backend", ["python", "native"])
-@pytest.mark.parametrize("module_class", [Killed2, Killed3])
+@pytest.mark.parametrize(("module_class", "backend"), [(Killed2, "native"), (Killed3, "python")])
 def test_a_rank_that_dies_is_named(module_class: type[Harmed], backend: str) -> None:
     endings = run_with_fault(_fit, module_class, {"reducer_backend": backend}, {})
     assert endings[module_class.victim].code == -signal.SIGKILL

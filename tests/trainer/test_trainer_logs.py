@@ -7,9 +7,10 @@ import pytest
 import torch
 from faults import note_fault, run_with_fault
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
+from torchmetrics.wrappers import Running
 from trainer_runs import Net, dataset, make_module, make_trainer, rank
 
 from lightning_ddp_hooks import DDPHooksStrategy, callbacks
@@ -73,9 +74,43 @@ def validate(module_class: type[Net]) -> Any:
     return make_trainer("ddp_hooks", use_distributed_sampler=False).validate(make_module(module_class), verbose=False)
 
 
-def test_also_without_a_fit() -> None:
-    for results in run_ranks(validate, Logging):
+def just_mine(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Stand for a function that gathers."""
+    return [tensor]
+
+
+class GathersNothing(Logging):
+    """Rank 0 alone has metrics that ask nobody, each for another reason; those of all ranks differ in their states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.ModuleDict(
+            {
+                "off": MeanMetric(sync_on_compute=False),
+                "alone": MeanMetric(distributed_available_fn=lambda: False),
+                "own": MeanMetric(dist_sync_fn=just_mine),
+                "composed": MeanMetric(sync_on_compute=False) + 0.0,
+                "wrapped": Running(SumMetric(sync_on_compute=False), window=1),
+            }
+        )
+        self.lists = Predictions(dist_sync_fn=just_mine)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.lists.update(torch.ones((1, 1) if rank() else 1))
+        self.log("val_lists", self.lists)
+        if not rank():
+            for name, metric in self.local.items():
+                metric.update(3.0)
+                self.log(f"val_{name}", metric, rank_zero_only=True)
+
+
+def test_also_without_a_fit_and_with_metrics_of_one_rank() -> None:
+    first, second = run_ranks(validate, GathersNothing)
+    for results in (first, second):
         assert results[0]["val_largest"] == 31.0
+    assert (first[0]["val_lists"], second[0]["val_lists"]) == (2.0, 4.0)
+    assert [first[0][f"val_{name}"] for name in GathersNothing().local] == [3.0] * 5
 
 
 class OtherKey(Logging):
@@ -127,8 +162,8 @@ class Predictions(Metric):
 
     values: list[Tensor]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.add_state("values", [], dist_reduce_fx="cat")
 
     def update(self, values: Tensor) -> None:

@@ -112,8 +112,12 @@ def _with(optimizer: str) -> type[Groups]:
     return type(f"Groups_{optimizer}", (Groups,), {"make": staticmethod(OPTIMIZERS[optimizer])})
 
 
+# These in all modes; the others, which take the same way, in one mode of each kind.
+UNLIKE = ["sgd", "adamw foreach", "lion"]
+
+
 def fit_optimizers(names: list[str], strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, dict[str, Fitted]]:
-    return {name: fit_modes(_with(name), list(MODES), strategy, options) for name in names}
+    return {name: fit_modes(_with(name), list(MODES) if name in UNLIKE else KINDS, strategy, options) for name in names}
 
 
 @pytest.mark.parametrize(("backend", "world_size"), ENGINES_AND_RANKS)
@@ -122,7 +126,7 @@ def test_every_mode_gives_the_bits_of_the_plain_optimizer(world_size: int, backe
     settings = {"reducer_backend": backend, "gradient_as_bucket_view": world_size != 2}
     options = {"max_epochs": 1, "limit_train_batches": 4}
     # All of them on two ranks; on others some of each kind.
-    names = {1: ["lion"], 2: list(OPTIMIZERS), 3: ["sgd", "adamw foreach", "lion"]}[world_size]
+    names = {1: ["lion"], 2: list(OPTIMIZERS), 3: ["adamw foreach", "lion"]}[world_size]
     results = run_ranks(fit_optimizers, names, settings, options, world_size=world_size, timeout=100)
     for name in names:
         assert_like_plain([result[name] for result in results], _with(name))
@@ -225,15 +229,15 @@ class OddLayouts(Groups):
 
 
 SITUATIONS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
-    "accumulation": (Groups, {}, {"accumulate_grad_batches": 3, "max_epochs": 3}),
+    "accumulation": (Groups, {}, {"accumulate_grad_batches": 3}),
     "bf16-mixed": (Groups, {}, {"precision": "bf16-mixed"}),
     "float64": (Groups, {}, {"precision": "64-true"}),
-    "frozen in turns": (FreezesInTurns, {}, {"max_epochs": 4, "limit_train_batches": 2}),
+    "frozen in turns": (FreezesInTurns, {}, {"max_epochs": 3, "limit_train_batches": 2}),
     "thawed": (Thaws, {}, {"max_epochs": 3, "limit_train_batches": 2}),
     "unused": (Unused, {"find_unused_parameters": True}, {}),
     "static graph": (Groups, {"static_graph": True}, {}),
     "sparse": (Sparse, {}, {}),
-    "missing losses": (SomeLossMissing, {}, {"max_epochs": 4}),
+    "missing losses": (SomeLossMissing, {}, {}),
     "a backward in training_step": (BackwardInStep, {}, {"limit_train_batches": 3}),
     "one bucket": (Groups, {"bucket_cap_mb": 25, "first_bucket_mb": 25}, {}),
     "complex, channels_last": (OddLayouts, {}, {}),
@@ -251,7 +255,9 @@ def test_a_situation_makes_no_difference(name: str) -> None:
     module_class, strategy, options = SITUATIONS[name]
     if name in ("accumulation", "frozen in turns", "powersgd"):
         strategy = {**strategy, "gradient_as_bucket_view": False, "reducer_backend": "python"}
-    results = run_ranks(fit_modes, module_class, KINDS, strategy, options, world_size=3, timeout=90)
+    # On three ranks where it matters who owns what.
+    world_size = 3 if name in ("unused", "frozen in turns", "complex, channels_last", "powersgd") else 2
+    results = run_ranks(fit_modes, module_class, KINDS, strategy, options, world_size=world_size, timeout=90)
     assert_like_plain(results, module_class)
 
 
@@ -285,7 +291,7 @@ def watch_modes() -> dict[str, list[Any]]:
     seen = {}
     for name, settings in [("plain", None), *MODES.items()]:
         watch = Watch()
-        fit(Groups, settings, {}, callbacks=[watch])
+        fit(Groups, settings, {}, callbacks=[watch], max_epochs=1)
         seen[name] = watch.seen
     return seen
 
@@ -294,7 +300,7 @@ def test_gradients_learning_rates_and_the_first_update_are_seen_as_ever() -> Non
     (seen, _) = run_ranks(watch_modes)
     start = state_of(make_module(Groups))
     for name in MODES:
-        assert len(seen[name]) == len(seen["plain"]) == 8
+        assert len(seen[name]) == len(seen["plain"]) == 4
         for (step, rates, grads, state), (step_0, rates_0, grads_0, state_0) in zip(
             seen[name], seen["plain"], strict=True
         ):
@@ -384,8 +390,9 @@ class Clipped(Groups):
 def scaled() -> dict[str, Fitted]:
     fits = {}
     for name, settings in [("plain", None), *TWO_PHASES.items()]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=3)  # the first steps overflow
-        fits[name] = fit(Clipped, settings, {}, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], max_epochs=30)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)  # the first steps overflow
+        fits[name] = fit(Clipped, settings, {}, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], max_epochs=6)
+        assert scaler.get_scale() < 2.0**20
     return fits
 
 
@@ -398,7 +405,7 @@ CLIPPING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", CLIPPING)
 def test_two_phases_leave_clipping_and_step_hooks_as_they_are(options: dict[str, Any]) -> None:
-    assert_like_plain(run_ranks(fit_modes, Clipped, list(TWO_PHASES), {}, options, world_size=3), Clipped)
+    assert_like_plain(run_ranks(fit_modes, Clipped, list(TWO_PHASES), {}, options), Clipped)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # torch's, of steps that overflow

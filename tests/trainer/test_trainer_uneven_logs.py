@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
-from trainer_runs import EXACT, WIDTH, Net, assert_close, make_module, make_trainer, rank, state_of
+from trainer_runs import EXACT, SAFELY, WIDTH, Net, assert_close, make_module, make_trainer, rank, state_of
 from uneven_runs import COUNTS, WORLD, Position, PositionStream, Shard, Stream, UnevenNet, fit_union, make_batch
 
 from lightning_ddp_hooks.callbacks import UnevenInputs
@@ -268,7 +268,7 @@ def resume(module_class: type[LightningModule], folder: str) -> Any:
     for step in (1, 3, 4, 6):
         resumed = make_module(module_class).double()
         trainer = make_trainer("ddp_hooks", **{**EXACT, "callbacks": [UnevenInputs()]})
-        trainer.fit(resumed, ckpt_path=Path(folder) / f"step={step}.ckpt", weights_only=True)
+        trainer.fit(resumed, ckpt_path=Path(folder) / f"step={step}.ckpt", **SAFELY)
         states.append(state_of(resumed))
     return state_of(whole), states
 

@@ -5,6 +5,7 @@ on two ranks and a fit in a single process see the same samples in each step.
 """
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,6 +34,9 @@ QUIET = {
 }
 EXACT = {**QUIET, "precision": "64-true"}
 """In float64 the order of a sum shows in the last digits only, so that worlds of different sizes can be compared."""
+
+SAFELY = {"weights_only": True} if "weights_only" in inspect.signature(Trainer.fit).parameters else {}
+"""Of `fit`, to load checkpoints without running what they say; older Lightning cannot be told."""
 
 State = dict[str, Tensor]
 StrategyLike = str | Strategy | Mapping[str, Any]
