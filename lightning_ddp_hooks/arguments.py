@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -32,9 +33,14 @@ def require_timeout(value: object) -> None:
 
     Raises:
         TypeError: it is neither a timedelta nor None.
+        ValueError: it is negative.
     """
-    if value is not None and not isinstance(value, timedelta):
+    if value is None:
+        return
+    if not isinstance(value, timedelta):
         raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {value!r}.")
+    if value < timedelta(0):
+        raise ValueError(f"Expected a `timeout` that is not negative, got {value!r}.")
 
 
 def require_backend_name(value: object) -> None:
@@ -52,14 +58,16 @@ def require_failure_timeout(value: object) -> None:
 
     Raises:
         TypeError: it is neither a number nor None.
-        ValueError: it is not positive and finite.
+        ValueError: it is not positive, or longer than threads can wait.
     """
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {value!r}.")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"Expected a positive number of seconds for `failure_timeout`, got {value!r}.")
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"Expected a positive number of seconds for `failure_timeout`, or None for no reports, got {value!r}."
+        )
 
 
 def require_check_interval(value: object) -> None:

@@ -118,7 +118,10 @@ class _Rank:
         if not self._stack_file.exists():
             return "not started yet: it is still importing the test module"
         assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGUSR1)
+        try:
+            os.kill(self._process.pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            return "it has ended since"
         # faulthandler gives no sign that it is done: read until the stack stops growing.
         written, stack = -1, ""
         deadline = time.monotonic() + 5

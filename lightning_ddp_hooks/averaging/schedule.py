@@ -200,6 +200,8 @@ def require_int(name: str, value: object, minimum: int) -> None:
 
 
 def require_number(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a number."""
+    """Raise TypeError unless ``value`` is a number, ValueError if it is infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"Expected a number for `{name}`, got {value!r}.")
+    if abs(value) == float("inf"):
+        raise ValueError(f"Expected a finite number for `{name}`, got {value!r}.")

@@ -90,6 +90,7 @@ class Settings:
         return {
             "comm_hook": declaration_text(self.hook),
             "averager": declaration_text(self.averager),
+            "save_replicas": self.save_replicas if self.averager is not None else None,
             "optimizer_in_hook": repr(self.optimizer_in_hook),
             "failure_timeout": self.failure_timeout,
             "check_replicas_every_n_steps": self.check_replicas_every_n_steps,

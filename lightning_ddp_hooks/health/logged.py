@@ -12,7 +12,7 @@ which takes no more collectives than the reduction alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ class LoggedValues:
         self._step = step
         self._entry: _Entry | None = None
         self._heads: dict[tuple[str, ...], Tensor] = {}
-        self._unread: list[tuple[Readout, Tensor]] = []
+        self._unread: list[tuple[Readout, Tensor, comm.ProcessGroup]] = []
         self.waits_for = ""
 
     @contextmanager
@@ -112,7 +112,7 @@ class LoggedValues:
         value = tensor.detach().reshape(1).to(torch.float64).view(torch.int64)
         with self._waiting():
             gathered = torch.stack(comm.all_gather(torch.cat([head, value]), group or own))
-        self._compare(gathered[:, :_HEAD], head)
+        self._compare(gathered[:, :_HEAD], head, group or own)
         values = gathered[:, _HEAD].contiguous().view(torch.float64)
         found = _REDUCTIONS[op](values)
         whole = op == "mean" and not tensor.is_floating_point()
@@ -155,9 +155,9 @@ class LoggedValues:
             RuntimeError: ranks have logged different things.
         """
         unread, self._unread = self._unread, []
-        for differs, heads in unread:
+        for differs, heads, group in unread:
             if differs.value():
-                self._raise_different([_text(head) for head in heads.cpu()])
+                self._raise_different([_text(head) for head in heads.cpu()], comm.global_ranks(group))
 
     def close(self, *, failed: bool = False) -> None:
         """Free the groups.
@@ -195,16 +195,16 @@ class LoggedValues:
             self._heads[key] = head
         return head
 
-    def _compare(self, heads: Tensor, head: Tensor) -> None:
+    def _compare(self, heads: Tensor, head: Tensor, group: comm.ProcessGroup) -> None:
         self.settle()
         differs = (heads != head).any()
-        self._unread.append((readout(differs), heads))
+        self._unread.append((readout(differs), heads, group))
         if heads.device.type != "cuda":
             self.settle()
 
-    def _raise_different(self, of_ranks: list[str]) -> None:
+    def _raise_different(self, of_ranks: list[str], ranks: Sequence[int] | None = None) -> None:
         raise RuntimeError(
-            f"The ranks log different values at the same place, near step {self._step()}: {_sides(of_ranks)}. With "
+            f"The ranks log different values at the same place, near step {self._step()}: {_sides(of_ranks, ranks)}. With "
             "`sync_dist=True`, or a metric, each rank must log the same keys in the same order, with the same "
             "`reduce_fx`: log on all ranks, or with `rank_zero_only=True` and without `sync_dist`."
         )
@@ -216,9 +216,9 @@ def _text(head: Tensor) -> str:
     return f"{name!r} in {place}" if place else repr(name)
 
 
-def _sides(of_ranks: list[str]) -> str:
+def _sides(of_ranks: list[str], ranks: Sequence[int] | None = None) -> str:
     sides: dict[str, list[int]] = {}
-    for rank, text in enumerate(of_ranks):
+    for rank, text in zip(ranks or range(len(of_ranks)), of_ranks, strict=True):
         sides.setdefault(text, []).append(rank)
     return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in sides.items())
 

@@ -56,6 +56,10 @@ class PostLocalSGD(CommHook):
             raise ValueError(f"Expected subgroup_size of at least 1, got {self.subgroup_size}.")
         if self.subgroup_size is not None and self.subgroups is not None:
             raise ValueError("Expected subgroup_size or subgroups, got both.")
+        parts = self.subgroups
+        lists = isinstance(parts, (list, tuple)) and all(isinstance(part, (list, tuple)) for part in parts)
+        if parts is not None and not lists:
+            raise TypeError(f"Expected a list of lists of ranks for `subgroups`, got {parts!r}.")
         if not self.post_local_gradient_allreduce and (self.subgroup_size or self.subgroups):
             raise ValueError(
                 "post_local_gradient_allreduce=False means that gradients are not averaged in subgroups; leave out "

@@ -315,6 +315,7 @@ class DDPHooksStrategy(HealthStrategy):
                 "averager": declaration_text(self._averager),
                 "optimizer_in_hook": repr(self._optimizer_in_hook),
                 **self._health_settings(),
+                **self._settings_of_fit(module),
             },
         )
         self._start_nonfinite(self._reducer)
@@ -330,6 +331,22 @@ class DDPHooksStrategy(HealthStrategy):
         self._final_state = None
         self._start_averaging(module)
         log.debug("reducer: %s", self._reducer.stats())
+
+    def _settings_of_fit(self, module: pl.LightningModule) -> dict[str, object]:
+        """Return what must be the same on all ranks beside what the reducer and the watch are given, by name."""
+        trainer = module.trainer
+        uneven = None if self._uneven is None else self._uneven.settings
+        return {
+            "gradient_weighting": self._gradient_weighting,
+            "skip_missing_loss": self._skip_missing_loss,
+            **(self._averager_flags if self._averager is not None else {}),
+            "UnevenInputs": None if uneven is None else f"policy={uneven.policy!r}, divisor={uneven.divisor!r}",
+            "callbacks of lightning_ddp_hooks": ", ".join(_own_callbacks(trainer)) or None,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": None if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm,
+            "precision": self.precision_plugin.precision,
+        }
 
     def _install_hook(self, hook: CommHook) -> None:
         assert self._reducer is not None
@@ -586,6 +603,16 @@ class DDPHooksStrategy(HealthStrategy):
                     start_method=start_method,
                     **settings,
                 )
+
+
+def _own_callbacks(trainer: pl.Trainer) -> list[str]:
+    """Return the names of this package's callbacks that the Trainer has: they communicate."""
+    own = f"{__name__.partition('.')[0]}."
+    classes = [
+        next((base for base in type(callback).__mro__ if base.__module__.startswith(own)), None)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    ]
+    return sorted(found.__name__ for found in classes if found is not None)
 
 
 class _SkipStepError(Exception):

@@ -24,6 +24,7 @@ from trainer_runs import EXACT, Net, State, assert_same, fit
 
 from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager
+from lightning_ddp_hooks.callbacks import CommMonitor, UnevenInputs
 from lightning_ddp_hooks.hooks import Cast, CommHook, PerParameter, PowerSGD, Rule, Schedule, Stage, TopK, TorchHook
 from lightning_ddp_hooks.optim import OptimizerInHook
 
@@ -77,14 +78,16 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"skip_missing_loss": "none"}, ValueError, "`skip_missing_loss` .*'zeros', 'all'"),
     ({"skip_missing_loss": True}, ValueError, "`skip_missing_loss`"),
     ({"failure_timeout": "30"}, TypeError, "seconds or None for `failure_timeout`, got '30'"),
-    ({"failure_timeout": 0}, ValueError, "positive number of seconds for `failure_timeout`, got 0"),
-    ({"failure_timeout": float("inf")}, ValueError, "`failure_timeout`, got inf"),
+    ({"failure_timeout": 0}, ValueError, "positive number of seconds for `failure_timeout`, .* got 0"),
+    ({"failure_timeout": 1e30}, ValueError, r"`failure_timeout`, or None for no reports, got 1e\+30"),
+    ({"failure_timeout": float("inf")}, ValueError, "`failure_timeout`, or .* got inf"),
     ({"check_replicas_every_n_steps": 1.5}, TypeError, "`check_replicas_every_n_steps`, got 1.5"),
     ({"check_replicas_every_n_steps": -1}, ValueError, "or None for `check_replicas_every_n_steps`, got -1"),
     ({"detect_nonfinite": 1}, TypeError, "True or False for `detect_nonfinite`, got 1"),
     ({"detect_nonfinite": True, "optimizer_in_hook": OptimizerInHook()}, ValueError, "`detect_nonfinite` looks at"),
     ({"reducer_backend": "rust"}, ValueError, "`reducer_backend` .*'native', 'python'.*got 'rust'"),
     ({"start_method": "thread"}, ValueError, "`start_method` .*'popen'"),
+    ({"timeout": timedelta(seconds=-1)}, ValueError, "a `timeout` that is not negative"),
     ({"timeout": 30}, TypeError, "datetime.timedelta for `timeout`, got 30"),
     ({"process_group_backend": 3}, TypeError, "`process_group_backend`, got 3"),
     ({"bucket_cap": 25}, TypeError, "bucket_cap"),
@@ -112,6 +115,40 @@ def test_every_argument_of_ours_has_a_wrong_value_above() -> None:
     tried = {name for settings, *_ in WRONG for name in settings}
 
     assert set(inspect.signature(DDPHooksStrategy).parameters) - lightnings <= tried
+
+
+def fit_with_different_settings() -> list[str]:
+    """Fit with settings of which one after another is not the same on all ranks; return the errors."""
+    first = int(os.environ["RANK"]) == 0
+    averager, uneven = PeriodicModelAverager(period=2), UnevenInputs()
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"gradient_weighting": "ranks" if first else "samples"}, {}),
+        ({"skip_missing_loss": "zeros" if first else "all"}, {}),
+        ({"averager": averager, "save_replicas": first}, {}),
+        ({"averager": averager, "average_before_eval": first}, {}),
+        ({"failure_timeout": 20 if first else 30}, {}),
+        ({}, {"callbacks": [uneven if first else UnevenInputs("stop")]}),
+        ({}, {"callbacks": [] if first else [CommMonitor()]}),
+        ({}, {"accumulate_grad_batches": 1 if first else 2}),
+        ({}, {"gradient_clip_val": None if first else 1.0}),
+        ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm" if first else "value"}),
+        ({}, {"precision": "32-true" if first else "bf16-mixed"}),
+    ]
+    errors = []
+    for settings, options in cases:
+        with pytest.raises(RuntimeError) as raised:
+            fit(Net, settings, options)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_a_setting_that_differs_is_named_on_every_rank_before_anything_runs() -> None:
+    names = ["gradient_weighting", "skip_missing_loss", "save_replicas", "average_before_eval", "failure_timeout"]
+    names += ["UnevenInputs", "callbacks of lightning_ddp_hooks", "accumulate_grad_batches", "gradient_clip_val"]
+    names += ["gradient_clip_algorithm", "precision"]
+    for errors in run_ranks(fit_with_different_settings):
+        for name, error in zip(names, errors, strict=True):
+            assert re.search(f"is rank 0: argument {name}=.*; rank 1: argument {name}=", error), error
 
 
 def test_lightnings_name_for_the_hook_warns_and_works() -> None:

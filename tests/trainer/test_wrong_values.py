@@ -79,6 +79,8 @@ VALUES: list[Wrong] = [
     by(PostLocalSGD, TypeError, "a whole number for `start_local_sgd_iter`, got 1.5", start_local_sgd_iter=1.5),
     by(PostLocalSGD, ValueError, "subgroup_size of at least 1, got 0", subgroup_size=0),
     by(PostLocalSGD, ValueError, "subgroup_size or subgroups, got both", subgroup_size=2, subgroups=[[0, 1]]),
+    by(PostLocalSGD, TypeError, "a list of lists of ranks for `subgroups`, got 3", subgroups=3),
+    by(PostLocalSGD, TypeError, r"a list of lists of ranks for `subgroups`, got \[0, 1\]", subgroups=[0, 1]),
     by(PostLocalSGD, ValueError, "leave out subgroup_size", post_local_gradient_allreduce=False, subgroup_size=2),
     by(Rule, ValueError, r"a condition \(`pattern`, `min_numel` or `ndim`\)", "int8"),
     by(Rule, TypeError, "a whole number for `ndim`, got '2'", "int8", ndim="2"),
@@ -106,6 +108,8 @@ VALUES: list[Wrong] = [
     by(SlowMo, ValueError, "`slowmo_factor` to be at least 0 and below 1, got 1", period=2, slowmo_factor=1),
     by(SlowMo, ValueError, "`slowmo_lr` to be above 0, got 0", period=2, slowmo_lr=0),
     by(SlowMo, TypeError, "a number for `slowmo_lr`, got '1'", period=2, slowmo_lr="1"),
+    by(SlowMo, ValueError, "a finite number for `slowmo_lr`, got inf", period=2, slowmo_lr=float("inf")),
+    by(DiLoCo, ValueError, "a finite number for `outer_lr`, got inf", period=2, outer_lr=float("inf")),
     by(DiLoCo, ValueError, "3 fragments do not fit into a period of 2 steps", period=2, fragments=3),
     by(DiLoCo, ValueError, "delay=3 would let it arrive after the next one", period=2, delay=3),
     by(DiLoCo, ValueError, "`blending` to be at least 0 and below 1, got 1", period=2, blending=1),
@@ -117,6 +121,12 @@ VALUES: list[Wrong] = [
         period=2,
         outer_optimizer=torch.optim.SGD,
         outer_lr=1.0,
+    ),
+    by(
+        DiLoCo(period=2, outer_optimizer=list).make_outer_optimizer,  # type: ignore[arg-type]
+        TypeError,
+        "`outer_optimizer` to return an optimizer, got list",
+        PARAMS,
     ),
     by(DiLoCo, TypeError, "a callable that makes an optimizer", period=2, outer_optimizer="sgd"),
     # Optimizers.
