@@ -222,7 +222,7 @@ def store_host() -> str:
 def abort_groups() -> None:
     """Make collectives of this process fail, also those that other threads wait in; from any thread. Not gloo's."""
     for group in _compat.process_groups():
-        with suppress(RuntimeError):  # one that does not know how
+        with suppress(RuntimeError, AttributeError):  # a backend, or a torch, that does not know how
             group.abort()
 
 

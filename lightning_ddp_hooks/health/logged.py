@@ -204,8 +204,8 @@ class LoggedValues:
 
     def _raise_different(self, of_ranks: list[str], ranks: Sequence[int] | None = None) -> None:
         raise RuntimeError(
-            f"The ranks log different values at the same place, near step {self._step()}: {_sides(of_ranks, ranks)}. With "
-            "`sync_dist=True`, or a metric, each rank must log the same keys in the same order, with the same "
+            f"The ranks log different values at the same place, near step {self._step()}: {_sides(of_ranks, ranks)}. "
+            "With `sync_dist=True`, or a metric, each rank must log the same keys in the same order, with the same "
             "`reduce_fx`: log on all ranks, or with `rank_zero_only=True` and without `sync_dist`."
         )
 

@@ -346,6 +346,8 @@ class DDPHooksStrategy(HealthStrategy):
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": None if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm,
             "precision": self.precision_plugin.precision,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
         }
 
     def _install_hook(self, hook: CommHook) -> None:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -30,7 +30,8 @@ NEEDED: dict[type, tuple[str, ...]] = {
     averaging.SlowMo: ("--it.period=4",),
     averaging.DiLoCo: ("--it.period=4",),
 }
-HOOKS = [cls for cls in vars(hooks).values() if inspect.isclass(cls) and issubclass(cls, CommHook) and cls != CommHook]
+CLASSES = [value for value in vars(hooks).values() if inspect.isclass(value) and not get_origin(value)]
+HOOKS = [cls for cls in CLASSES if issubclass(cls, CommHook) and cls != CommHook]
 AVERAGERS = [
     cls
     for cls in (getattr(averaging, name) for name in averaging.__all__)

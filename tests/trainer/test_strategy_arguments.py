@@ -133,6 +133,8 @@ def fit_with_different_settings() -> list[str]:
         ({}, {"gradient_clip_val": None if first else 1.0}),
         ({}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm" if first else "value"}),
         ({}, {"precision": "32-true" if first else "bf16-mixed"}),
+        ({}, {"max_steps": 3 if first else 4}),
+        ({}, {"max_epochs": 1 if first else 2}),
     ]
     errors = []
     for settings, options in cases:
@@ -145,7 +147,7 @@ def fit_with_different_settings() -> list[str]:
 def test_a_setting_that_differs_is_named_on_every_rank_before_anything_runs() -> None:
     names = ["gradient_weighting", "skip_missing_loss", "save_replicas", "average_before_eval", "failure_timeout"]
     names += ["UnevenInputs", "callbacks of lightning_ddp_hooks", "accumulate_grad_batches", "gradient_clip_val"]
-    names += ["gradient_clip_algorithm", "precision"]
+    names += ["gradient_clip_algorithm", "precision", "max_steps", "max_epochs"]
     for errors in run_ranks(fit_with_different_settings):
         for name, error in zip(names, errors, strict=True):
             assert re.search(f"is rank 0: argument {name}=.*; rank 1: argument {name}=", error), error

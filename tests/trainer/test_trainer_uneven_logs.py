@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning.pytorch.callbacks
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from ranks import run_ranks
 from torch import Tensor
@@ -205,12 +206,13 @@ class Validated(UnevenNet):
 
 
 def callbacks(folder: str) -> list[Callback]:
+    average = getattr(lightning.pytorch.callbacks, "WeightAveraging", None)  # older Lightning has none
     return [
         ModelCheckpoint(Path(folder) / "best", "{epoch}-{val:.6f}", monitor="val", save_top_k=2, save_last=True),
         ModelCheckpoint(Path(folder) / "steps", "{step}", every_n_train_steps=3, save_top_k=-1),
         EarlyStopping("val", patience=1, min_delta=0.05),
         StochasticWeightAveraging(0.01, swa_epoch_start=4),
-        WeightAveraging(avg_fn=lambda old, new, n: 0.5 * old + 0.5 * new),
+        *([] if average is None else [average(avg_fn=lambda old, new, n: 0.5 * old + 0.5 * new)]),
     ]
 
 
