@@ -2,7 +2,7 @@
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -53,8 +53,7 @@ class Cast(CommHook):
 
     inner: HookLike | None = None
     dtype: str | torch.dtype = "bfloat16"
-    _: KW_ONLY
-    accumulate: Literal["wire", "float32"] = "wire"
+    accumulate: Literal["wire", "float32"] = field(default="wire", kw_only=True)
 
     def __post_init__(self) -> None:
         """Check all settings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
@@ -33,10 +33,10 @@ class Rule:
     """
 
     hook: HookLike | None
-    _: KW_ONLY
-    pattern: str | None = None
-    min_numel: int | None = None
-    ndim: int | None = None
+    # Not by `KW_ONLY`, which Python 3.10 takes for a type that it cannot resolve, and so command lines lose all others.
+    pattern: str | None = field(default=None, kw_only=True)
+    min_numel: int | None = field(default=None, kw_only=True)
+    ndim: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check that the hook is one, and that something is asked for."""
@@ -78,8 +78,7 @@ class PerParameter(CommHook):
     """
 
     rules: Sequence[Rule]
-    _: KW_ONLY
-    default: HookLike | None = None
+    default: HookLike | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check rules and default."""
