@@ -408,6 +408,10 @@ def process_groups() -> list[ProcessGroup]:
     return list(_world.pg_map)
 
 
+# A guess by age, since torch does not say so.
+FREES_GROUPS_UNDER_THE_LOCK = not hasattr(ProcessGroup, "abort")
+
+
 def collectives_begun(group: ProcessGroup) -> int:
     """Return how many collectives a group has begun; 0 if its backend does not count."""
     try:

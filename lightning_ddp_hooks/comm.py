@@ -247,6 +247,12 @@ def is_collective_error(error: BaseException | None) -> bool:
     return False
 
 
+# In older torch the last reference to a group waits for its threads while it holds Python's lock, which one of them may
+# need to let go of a collective that has just ended. So they are given the time until further groups are destroyed.
+_destroyed: list[ProcessGroup] = []
+_KEPT_DESTROYED = 8
+
+
 def destroy_group(group: ProcessGroup) -> None:
     """Free a group made by `new_group`; nothing happens once torch itself has been torn down."""
     key = _parts_in_use.pop(group, None)
@@ -254,6 +260,8 @@ def destroy_group(group: ProcessGroup) -> None:
         _idle_parts.clear()
     elif key is None:
         dist.destroy_process_group(group)
+        if _compat.FREES_GROUPS_UNDER_THE_LOCK:
+            _destroyed[:] = [*_destroyed, group][-_KEPT_DESTROYED:]
     elif key[0] is dist.group.WORLD:
         _idle_parts.append((key, group))
 

@@ -16,7 +16,7 @@ from fault_runs import PLACES, SETTINGS, Fault, compare, fit, fit_each_setting, 
 from faults import Ended, run_with_fault
 from ranks import run_ranks
 from teardown_runs import KINDS, fit_in_turn, grown
-from trainer_runs import State
+from trainer_runs import SAFELY, State
 
 from lightning_ddp_hooks.health.watch import EXIT_CODE
 
@@ -147,7 +147,8 @@ def test_no_rank_goes_on_alone_from_a_checkpoint(tmp_path: Path) -> None:
         assert "would not go on from the same checkpoint" in texts[3]
         assert "rank 1: none" in texts[3]
         assert "rank 0: none" in texts[4]
-        assert texts[5].startswith(f"UnpicklingError: Could not read the checkpoint {str(code)!r}")
+        if SAFELY:
+            assert texts[5].startswith(f"UnpicklingError: Could not read the checkpoint {str(code)!r}")
         assert f"Expected a Trainer's checkpoint in {str(foreign)!r}" in texts[6]
         assert texts[7].startswith("IsADirectoryError")
         assert texts[8] == ""  # the same from another place

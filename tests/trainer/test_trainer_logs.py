@@ -260,7 +260,7 @@ def fit_with_watch(module_class: type[Net]) -> None:
 
 @pytest.mark.parametrize(
     ("module_class", "other"),
-    [(OnlyOne, "waiting for bucket 0"), (OnlyOneInValidation, "waiting for `"), (OwnBarrier, "waiting for `barrier`")],
+    [(OnlyOne, "waiting for bucket 0"), (OnlyOneInValidation, "Rank 1"), (OwnBarrier, "waiting for `barrier`")],
 )
 def test_ranks_that_wait_for_different_things_are_not_left_waiting(module_class: type[Net], other: str) -> None:
     endings = run_with_fault(fit_with_watch, module_class, world_size=2)
