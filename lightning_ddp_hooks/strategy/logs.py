@@ -50,7 +50,9 @@ class LogsStrategy(OptimizerStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         logged = self._logged
         in_tail = self._uneven is not None and self._uneven.tail is not None
-        if logged is None or not logged.open or in_tail or not isinstance(tensor, Tensor):
+        # What is logged has one element; a metric that is being computed may reduce more by itself.
+        one = isinstance(tensor, Tensor) and tensor.numel() == 1
+        if logged is None or not logged.open or in_tail or not one:
             return super().reduce(tensor, group, reduce_op)
         return logged.reduce(tensor, op_name(reduce_op), group)
 
