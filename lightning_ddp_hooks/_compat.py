@@ -373,6 +373,29 @@ def default_store() -> Store:
     return _get_default_store()
 
 
+def new_group_of_members(ranks: Sequence[int], name: str, backend: str, timeout: timedelta) -> ProcessGroup:
+    """Make a group; a call of its members alone.
+
+    ``torch.distributed.new_group`` can do that too (``use_local_synchronization``), but names the group by how many
+    others the process has, or has made, and torch 2.14 counts it for the names of later groups of all ranks. Ranks
+    that have made different groups then wait for each other under different names.
+
+    Args:
+        ranks: the members, rising.
+        name: the same on all members, and not used before in this world.
+        backend: name of the backend.
+        timeout: how long a collective may take.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    make: Any = c10d._new_process_group_helper  # whose types differ between versions
+    own = ranks.index(c10d.get_rank())
+    group: ProcessGroup
+    group, _ = make(len(ranks), own, list(ranks), c10d.Backend(backend), default_store(), name, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    return group
+
+
 def second_connection(store: Store, prefix: str, timeout: timedelta) -> Store:
     """Return a store that has those keys of ``store`` that begin with a prefix, and a connection of its own.
 

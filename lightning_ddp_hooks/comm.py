@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,11 @@ class Store(Protocol):
 def is_initialized() -> bool:
     """Tell whether the default process group exists."""
     return bool(dist.is_available() and dist.is_initialized())
+
+
+def backend_names() -> list[str]:
+    """Return the names of all backends that are built in or registered, whether or not they are there."""
+    return sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
 
 
 def backends() -> dict[str, bool]:
@@ -139,28 +146,22 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return _compat.group_timeout(group) or DEFAULT_TIMEOUT
 
 
-# Groups made by a part of the world alone: in use, and idle. Torch names such a group by its ranks, and one made again
-# after it was destroyed finds the addresses of the first one: so these are kept, and used again.
-_PartKey = tuple[ProcessGroup | None, tuple[int, ...], str, timedelta]
-_parts_in_use: dict[ProcessGroup, _PartKey] = {}
-_idle_parts: list[tuple[_PartKey, ProcessGroup]] = []
+# How many groups some ranks of a world have made alone, which makes the same name on all of them, whatever other groups
+# each has made.
+_parts_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def _make(ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGroup:
     """Make a group; a collective call of its ranks, or of the whole world where it is one."""
     if len(ranks) == dist.get_world_size():
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    else:
-        wanted: _PartKey = (dist.group.WORLD, tuple(ranks), backend, timeout)
-        idle = next((entry for entry in _idle_parts if entry[0] == wanted), None)
-        if idle is not None:
-            _idle_parts.remove(idle)
-            group = idle[1]
-        else:  # ranks outside do not take part in this call
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
-        _parts_in_use[group] = wanted
-    assert isinstance(group, ProcessGroup)
-    return group
+        assert isinstance(group, ProcessGroup)
+        return group
+    members = tuple(sorted(ranks))
+    made = _parts_made.setdefault(resolve_group(None), Counter())
+    name = f"ddp_hooks_{'_'.join(map(str, members))}_{made[members]}"
+    made[members] += 1
+    return _compat.new_group_of_members(members, name, backend, timeout)
 
 
 def split_group(
@@ -255,22 +256,17 @@ _KEPT_DESTROYED = 8
 
 def destroy_group(group: ProcessGroup) -> None:
     """Free a group made by `new_group`; nothing happens once torch itself has been torn down."""
-    key = _parts_in_use.pop(group, None)
     if not is_initialized():
-        _idle_parts.clear()
-    elif key is None:
-        dist.destroy_process_group(group)
-        if _compat.FREES_GROUPS_UNDER_THE_LOCK:
-            _destroyed[:] = [*_destroyed, group][-_KEPT_DESTROYED:]
-    elif key[0] is dist.group.WORLD:
-        _idle_parts.append((key, group))
+        return
+    dist.destroy_process_group(group)
+    if _compat.FREES_GROUPS_UNDER_THE_LOCK:
+        _destroyed[:] = [*_destroyed, group][-_KEPT_DESTROYED:]
 
 
 def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) -> None:
     """Free groups, after an error, as far as that is safe when other ranks may be anywhere.
 
-    Freeing a group waits for what is in flight on it. What only a part of the world has made stays, since all its ranks
-    would have to decide so alike.
+    Freeing a group waits for what is in flight on it.
 
     Args:
         groups: made by `new_group`.
@@ -279,7 +275,7 @@ def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) ->
     if in_flight or not is_initialized():
         return
     for group in groups:
-        if group not in _parts_in_use and backend_name(group) == "gloo":
+        if backend_name(group) == "gloo":
             dist.destroy_process_group(group)
 
 
