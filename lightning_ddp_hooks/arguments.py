@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -43,14 +44,23 @@ def require_timeout(value: object) -> None:
         raise ValueError(f"Expected a `timeout` that is not negative, got {value!r}.")
 
 
-def require_backend_name(value: object) -> None:
-    """Make sure that the backend of process groups is a name.
+def require_backend_name(value: object, known: Sequence[str]) -> None:
+    """Make sure that the backend of process groups is one, or one for each kind of device (``"cpu:gloo,cuda:nccl"``).
 
     Raises:
         TypeError: it is neither a name nor None.
+        ValueError: there is no such backend.
     """
-    if value is not None and not isinstance(value, str):
+    if value is None:
+        return
+    if not isinstance(value, str):
         raise TypeError(f"Expected a name such as 'gloo' for `process_group_backend`, got {value!r}.")
+    names = [part.rpartition(":")[2].strip() for part in value.split(",")]
+    if any(name.lower() not in known for name in names):
+        raise ValueError(
+            f"Expected a backend of torch.distributed for `process_group_backend`, got {value!r}; known are "
+            f"{', '.join(known)}. One of your own has to be registered first."
+        )
 
 
 def require_failure_timeout(value: object) -> None:

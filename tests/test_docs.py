@@ -22,7 +22,7 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import run_ranks
 from torch import nn
@@ -67,6 +67,8 @@ def given() -> dict[str, Any]:
         "callbacks": callbacks,
         "hooks": hooks,
         "optim": optim,
+        "MyModel": BoringModel,
+        "MyData": BoringDataModule,
         "my_state": None,
         "my_function": lambda state, bucket: bucket.buffer(),
         "module": module,
@@ -97,7 +99,10 @@ def communicates(page: Path) -> bool:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if not communicates(page)], ids=name_of)
-def test_the_python_of_a_page_runs(page: Path) -> None:
+def test_the_python_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     run_page(page)
 
 

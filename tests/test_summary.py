@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_ddp_hooks import averaging, hooks, optim
-from lightning_ddp_hooks.strategy.summary import brief, mib, summary_text, without_effect
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, resolve_hook
+from lightning_ddp_hooks.strategy.summary import brief, declared, mib, summary_text, without_effect
 
 FACTS = {
     "world_size": 4,
@@ -57,6 +58,14 @@ def test_a_declaration_is_told_by_what_differs_from_the_defaults() -> None:
     assert brief(averaging.PeriodicModelAverager(period=8)) == "PeriodicModelAverager(period=8)"
     groups = averaging.HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})
     assert brief(groups) == "HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})"
+
+
+def test_a_hook_that_has_a_short_name_is_told_by_it_too() -> None:
+    for name in sorted(set(SHORT_NAMES) - {"allreduce"}):
+        assert str(declared(resolve_hook(name), None, None)["hook"]).startswith(f"{name}: ")
+    assert declared(hooks.BlockQuantize(), None, None)["hook"] == "int8: BlockQuantize()"
+    assert declared(hooks.BlockQuantize(block_size=64), None, None)["hook"] == "BlockQuantize(block_size=64)"
+    assert declared(None, None, None) == {"hook": None, "averager": None, "optimizer": None}
 
 
 @pytest.mark.parametrize(

@@ -140,11 +140,14 @@ class ModelRun:
         """Tell whether an optimizer trains the model."""
         return any(own is optimizer for own in self.optimizers)
 
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer has parameters of the model."""
+        own = {id(param) for param in self.module.parameters()}
+        return any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Count an optimizer among those that train the model, if it has parameters of it."""
-        own = {id(param) for param in self.module.parameters()}
-        theirs = (param for group in optimizer.param_groups for param in group["params"])
-        if not self.has(optimizer) and any(id(param) in own for param in theirs):
+        if not self.has(optimizer) and self.shares(optimizer):
             self._optimizers.append(weakref.ref(optimizer))
 
     # ------------------------------------------------------------------ forward and backward

@@ -36,7 +36,7 @@ from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_ddp_hooks.strategy.combinations import idle, refuse
 from lightning_ddp_hooks.strategy.loading import agree_on_checkpoint
-from lightning_ddp_hooks.strategy.summary import brief, summary_text, without_effect
+from lightning_ddp_hooks.strategy.summary import declared, summary_text, without_effect
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -125,7 +125,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         start_method: StartMethod = "popen",
     ) -> None:
         require_choice("start_method", start_method, START_METHODS)
-        require_backend_name(process_group_backend)
+        require_backend_name(process_group_backend, comm.backend_names())
         self._settings = Settings(
             config=ReducerConfig(
                 bucket_cap_mb=bucket_cap_mb,
@@ -274,6 +274,12 @@ class FabricDDPHooksStrategy(DDPStrategy):
         if not optimizers:
             return (self.setup_module(module), optimizers, *scheduler)
         wrapped = self._set_up(module, optimizers)
+        for optimizer in optimizers:
+            if not wrapped.run.shares(optimizer):
+                rank_zero_warn(
+                    f"{type(optimizer).__name__} was set up together with {type(module).__name__} and has none of its "
+                    "parameters, so that it does not train it: make it with the `parameters()` of just this model."
+                )
         for run in self._runs:
             for optimizer in optimizers:  # one may have the parameters of several models
                 run.adopt(optimizer)
@@ -297,8 +303,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
     def _say_what_is_done(self, run: ModelRun) -> None:
         settings = self._settings
-        parts = {"hook": run.hook, "averager": settings.averager, "optimizer": settings.optimizer_in_hook}
-        texts = {label: None if part is None else brief(part) for label, part in parts.items()}
+        texts = declared(run.hook, settings.averager, settings.optimizer_in_hook)
         rank_zero_info(summary_text(run.reducer.stats(), texts))
         if self.global_rank == 0:
             found = self._settings.run(run.hook, scaler=self._scaler is not None)

@@ -13,6 +13,11 @@ SHORT_NAMES: dict[str, Callable[[], CommHook | None]] = {"allreduce": lambda: No
 """Short name -> what makes the hook; None stands for the plain mean. Each module of hooks enters its own."""
 
 
+def short_name(hook: CommHook) -> str | None:
+    """Return the short name that stands for just this declaration, or None."""
+    return next((name for name, make in SHORT_NAMES.items() if make() == hook), None)
+
+
 def resolve_hook(hook: HookLike | None) -> CommHook | None:
     """Return the declaration for what the user gave; None for the plain mean, which needs no hook.
 

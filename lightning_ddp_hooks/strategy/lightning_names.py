@@ -11,6 +11,9 @@ from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
 from lightning_ddp_hooks.hooks.registry import HookLike
 
+# Lightning's 4 is the line that warns; above it are the strategy's constructor and its caller.
+_USERS_LINE = 6
+
 
 def hook_by_lightnings_names(
     hook: HookLike | None, state: object | None, function: Callable[..., Any] | None, wrapper: Callable[..., Any] | None
@@ -24,7 +27,7 @@ def hook_by_lightnings_names(
         raise ValueError("Set `comm_hook` or `ddp_comm_hook`, not both.")
     if wrapper is not None and not callable(wrapper):
         raise TypeError(f"Expected a callable for `ddp_comm_wrapper`, got {wrapper!r}.")
-    rank_zero_warn("`ddp_comm_hook` is Lightning's name: use `comm_hook=(state, hook)`.")
+    rank_zero_warn("`ddp_comm_hook` is Lightning's name: use `comm_hook=(state, hook)`.", stacklevel=_USERS_LINE)
     return (state, function if wrapper is None else wrapper(function))
 
 
@@ -44,6 +47,7 @@ def averager_by_lightnings_names(
         )
     rank_zero_warn(
         "`model_averaging_period` is Lightning's name: use `averager=PeriodicModelAverager(period=..., "
-        "warmup_steps=...)`."
+        "warmup_steps=...)`.",
+        stacklevel=_USERS_LINE,
     )
     return PeriodicModelAverager(period=period, warmup_steps=start)

@@ -47,7 +47,7 @@ from lightning_ddp_hooks.strategy.combinations import Run, idle, refuse
 from lightning_ddp_hooks.strategy.health import HealthStrategy
 from lightning_ddp_hooks.strategy.lightning_names import averager_by_lightnings_names, hook_by_lightnings_names
 from lightning_ddp_hooks.strategy.optimizer import between_backward_and_step
-from lightning_ddp_hooks.strategy.summary import brief, summary_text, without_effect
+from lightning_ddp_hooks.strategy.summary import declared, summary_text, without_effect
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -174,7 +174,7 @@ class DDPHooksStrategy(HealthStrategy):
         require_timeout(timeout)
         require_failure_timeout(failure_timeout)
         self._failure_timeout = failure_timeout
-        require_backend_name(process_group_backend)
+        require_backend_name(process_group_backend, comm.backend_names())
         hook = hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         self._hook = resolve_hook(hook)
         self._gradient_weighting = gradient_weighting
@@ -332,15 +332,18 @@ class DDPHooksStrategy(HealthStrategy):
         self._start_averaging(module)
         log.debug("reducer: %s", self._reducer.stats())
 
+    def _uneven_text(self) -> str | None:
+        settings = None if self._uneven is None else self._uneven.settings
+        return None if settings is None else f"policy={settings.policy!r}, divisor={settings.divisor!r}"
+
     def _settings_of_fit(self, module: pl.LightningModule) -> dict[str, object]:
         """Return what must be the same on all ranks beside what the reducer and the watch are given, by name."""
         trainer = module.trainer
-        uneven = None if self._uneven is None else self._uneven.settings
         return {
             "gradient_weighting": self._gradient_weighting,
             "skip_missing_loss": self._skip_missing_loss,
             **(self._averager_flags if self._averager is not None else {}),
-            "UnevenInputs": None if uneven is None else f"policy={uneven.policy!r}, divisor={uneven.divisor!r}",
+            "UnevenInputs": self._uneven_text(),
             "callbacks of lightning_ddp_hooks": ", ".join(_own_callbacks(trainer)) or None,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
@@ -380,8 +383,9 @@ class DDPHooksStrategy(HealthStrategy):
 
     def _say_what_is_done(self) -> None:
         hook = self._hook if self._fit_hook is None else self._fit_hook
-        parts = {"hook": hook, "averager": self._averager, "optimizer": self._optimizer_in_hook}
-        texts = {label: None if part is None else brief(part) for label, part in parts.items()}
+        texts = declared(hook, self._averager, self._optimizer_in_hook)
+        inputs = self._uneven_text()
+        texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
         rank_zero_info(summary_text(self.reducer.stats(), texts))
         module = self.lightning_module
         assert module is not None

@@ -13,6 +13,7 @@ from lightning_ddp_hooks.hooks.alike import alike_until, late_starts
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
+from lightning_ddp_hooks.hooks.registry import short_name
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
@@ -48,6 +49,14 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
     who = "1 rank" if ranks == 1 else f"{ranks} ranks"
     head = f"lightning_ddp_hooks: {who} over {facts['comm_backend']}, {facts['backend']} reducer"
     return "\n".join([head, *(f"  {label.ljust(width)}  {text}" for label, text in lines.items())])
+
+
+def declared(hook: CommHook | None, averager: ModelAverager | None, optimizer: object | None) -> dict[str, str | None]:
+    """Return the lines that tell what the user has declared, by their label."""
+    name = None if hook is None else short_name(hook)
+    parts = {"hook": hook, "averager": averager, "optimizer": optimizer}
+    texts = {label: None if part is None else brief(part) for label, part in parts.items()}
+    return texts if name is None else {**texts, "hook": f"{name}: {texts['hook']}"}
 
 
 def brief(declaration: object) -> str:

@@ -1,6 +1,7 @@
 """The command line: each class and argument can be set and is explained, what is printed can be read, errors help."""
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from trainer_runs import Net
 from lightning_ddp_hooks import DDPHooksStrategy, averaging, callbacks, hooks, optim
 from lightning_ddp_hooks.hooks import CommHook
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike
+from lightning_ddp_hooks.lightning_cli import ArgumentParser as ListingParser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STRATEGY = "--trainer.strategy=lightning_ddp_hooks.DDPHooksStrategy"
@@ -59,9 +61,9 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LightningCLI]
     monkeypatch.setattr(sys, "argv", ["script"])
     quiet = {"accelerator": "cpu", "logger": False, "devices": 2}
 
-    def run(*flags: str) -> LightningCLI:
+    def run(*flags: str, **kwargs: Any) -> LightningCLI:
         args = ["--seed_everything=0", *flags]
-        return LightningCLI(Net, args=args, run=False, save_config_callback=None, trainer_defaults=quiet)
+        return LightningCLI(Net, args=args, run=False, save_config_callback=None, trainer_defaults=quiet, **kwargs)
 
     return run
 
@@ -175,6 +177,86 @@ def test_a_wrong_flag_ends_the_command_with_what_is_expected(
 
     assert left.value.code == 2
     assert re.search(said, capsys.readouterr().err, flags=re.DOTALL)
+
+
+def _options_of(cls: type) -> str:
+    return ", ".join(sorted(inspect.signature(cls).parameters))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            [STRATEGY, "--trainer.strategy.bucket_cap=3"],
+            f"Option 'bucket_cap' is not accepted; closest: bucket_cap_mb; accepted: {_options_of(DDPHooksStrategy)}\n",
+        ),
+        (
+            [STRATEGY, "--trainer.strategy.comm_hook=PowerSGD", "--trainer.strategy.comm_hook.rnk=3"],
+            f"Option 'rnk' is not accepted; closest: rank; accepted: {_options_of(hooks.PowerSGD)}\n",
+        ),
+        (
+            [STRATEGY, "--trainer.strategy.optimizer_in_hook.shards=true"],
+            "Option 'shards' is not accepted; closest: shard, shard_buckets; accepted: interleaved, overlap, shard",
+        ),
+        (
+            ["--trainer.callbacks=lightning_ddp_hooks.callbacks.UnevenInputs", "--trainer.callbacks.polic=stop"],
+            "Option 'polic' is not accepted; closest: policy; accepted: divisor, policy\n",
+        ),
+        (["--trainer.max_epoch_s=3"], "closest: trainer.max_epochs, .*; accepted: trainer.accelerator, .*"),
+        (
+            ["--modle.lr=3"],
+            r"arguments: --modle.lr=3; (closest: .*; )?accepted: config, .*, trainer\.\*\n",
+        ),
+        (["--config=wrong.yaml"], "'max_epoc'; closest: trainer.max_epochs, .*; accepted: "),
+        (
+            ["--config=deep.yaml"],
+            f"Option 'perod' is not accepted; closest: period; accepted: {_options_of(averaging.SlowMo)}\n",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_our_parser_lists_the_right_flags(
+    flags: list[str],
+    said: str,
+    command_line: Callable[..., LightningCLI],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.yaml").write_text("trainer: {max_epoc: 3}")
+    averager = {"class_path": "lightning_ddp_hooks.averaging.SlowMo", "init_args": {"perod": 3}}
+    strategy = {"class_path": "lightning_ddp_hooks.DDPHooksStrategy", "init_args": {"averager": averager}}
+    Path("deep.yaml").write_text(json.dumps({"trainer": {"strategy": strategy}}))
+
+    with pytest.raises(SystemExit) as left:
+        command_line(*flags, parser_class=ListingParser)
+
+    assert left.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_our_parser_lists_the_flags_of_a_subcommand(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("trainer: {max_epoc: 3}")
+    for flags in (["fit", "--trainer.max_epoch_s=3"], ["fit", f"--config={tmp_path / 'wrong.yaml'}"]):
+        monkeypatch.setattr(sys, "argv", ["script", *flags])
+        with pytest.raises(SystemExit) as left:
+            LightningCLI(Net, parser_class=ListingParser, save_config_callback=None)
+
+        assert left.value.code == 2
+        assert re.search("closest: trainer.max_epochs, .*; accepted: trainer.accelerator, ", capsys.readouterr().err)
+
+
+def test_other_errors_are_not_touched(command_line: Callable[..., LightningCLI], capsys: Any) -> None:
+    said = []
+    for kwargs in ({}, {"parser_class": ListingParser}):
+        with pytest.raises(SystemExit):
+            command_line(STRATEGY, "--trainer.strategy.timeout=60", **kwargs)
+        said.append(capsys.readouterr().err)
+
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("name", ["powersdg", "lightning_ddp_hooks.hooks.PowerSDG"])

@@ -49,6 +49,7 @@ AVERAGER = averaging.PeriodicModelAverager(period=2)
         ({"failure_timeout": 0}, ValueError, "Expected a positive number of seconds"),
         ({"timeout": 30}, TypeError, "Expected a datetime.timedelta for `timeout`, got 30"),
         ({"process_group_backend": 1}, TypeError, "Expected a name such as 'gloo'"),
+        ({"process_group_backend": "glo"}, ValueError, "got 'glo'; known are .*gloo, .*nccl"),
         ({"start_method": "thread"}, ValueError, "Expected `start_method` to be one of"),
         ({"reducer_backend": "rust"}, ValueError, "Expected `reducer_backend` to be one of"),
         ({"gradient_weighting": "samples"}, TypeError, "unexpected keyword argument 'gradient_weighting'"),
@@ -204,13 +205,15 @@ def test_what_cannot_work_raises_on_all_ranks_and_says_what_to_do() -> None:
 
 def collect_warnings(path: Path) -> dict[str, list[str]]:
     found = {}
-    for name in ("an optimizer of one's own", "a checkpoint of ddp"):
+    for name in ("an optimizer of one's own", "an optimizer of another model", "a checkpoint of ddp"):
         fabric = make_fabric({"comm_hook": hooks.PowerSGD(rank=1)})
         model = make_model()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if name == "an optimizer of one's own":
                 train(fabric, fabric.setup_module(model), sgd(model.parameters()), 3)
+            elif name == "an optimizer of another model":
+                model, *_ = fabric.setup(model, sgd(model.parameters()), sgd(make_model().parameters()))
             else:
                 model, optimizer = fabric.setup(model, sgd(model.parameters()))
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -230,6 +233,9 @@ def test_what_may_go_unnoticed_is_said_once_by_the_first_rank(tmp_path: Path) ->
     (text,) = first["an optimizer of one's own"]
     assert text.startswith("No optimizer of this model was set up, so that no training step is ever counted")
     assert "`comm_hook`" in text
+    (text,) = first["an optimizer of another model"]
+    assert "SGD was set up together with" in text
+    assert "has none of its parameters" in text
     (text,) = first["a checkpoint of ddp"]
     assert "holds no state of lightning_ddp_hooks for 'model'" in text
 

@@ -90,6 +90,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": timedelta(seconds=-1)}, ValueError, "a `timeout` that is not negative"),
     ({"timeout": 30}, TypeError, "datetime.timedelta for `timeout`, got 30"),
     ({"process_group_backend": 3}, TypeError, "`process_group_backend`, got 3"),
+    ({"process_group_backend": "glo"}, ValueError, "got 'glo'; known are .*gloo, .*nccl"),
+    ({"process_group_backend": "cpu:gloo,cuda:ncl"}, ValueError, "got 'cpu:gloo,cuda:ncl'; known are"),
     ({"bucket_cap": 25}, TypeError, "bucket_cap"),
     ({"ddp_comm_state": object()}, ValueError, "need `ddp_comm_hook`"),
     ({"ddp_comm_wrapper": fp16_compress_wrapper}, ValueError, "need `ddp_comm_hook`"),
@@ -108,6 +110,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_a_wrong_argument_is_refused_by_name(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DDPHooksStrategy(**settings)
+
+
+@pytest.mark.parametrize("name", ["gloo", "GLOO", "cpu:gloo,cuda:nccl", None])
+def test_backends_are_named_as_in_torch(name: str | None) -> None:
+    assert DDPHooksStrategy(process_group_backend=name).process_group_backend == name
 
 
 def test_every_argument_of_ours_has_a_wrong_value_above() -> None:
@@ -154,13 +161,16 @@ def test_a_setting_that_differs_is_named_on_every_rank_before_anything_runs() ->
 
 
 def test_lightnings_name_for_the_hook_warns_and_works() -> None:
-    with pytest.warns(UserWarning, match=r"`ddp_comm_hook` is Lightning's name: use `comm_hook=\(state, hook\)`"):
+    with pytest.warns(
+        UserWarning, match=r"`ddp_comm_hook` is Lightning's name: use `comm_hook=\(state, hook\)`"
+    ) as caught:
         strategy = DDPHooksStrategy(ddp_comm_state="state", ddp_comm_hook=allreduce_hook)
     with pytest.warns(UserWarning, match="`ddp_comm_hook` is Lightning's name"):
         wrapped = DDPHooksStrategy(ddp_comm_hook=allreduce_hook, ddp_comm_wrapper=fp16_compress_wrapper)
 
     assert strategy._hook == TorchHook(hook=allreduce_hook, state="state")
     assert wrapped._hook.hook.__name__ == "fp16_compress_wrapper_hook"
+    assert caught[0].filename == __file__  # the line to change
 
 
 @pytest.mark.parametrize(
