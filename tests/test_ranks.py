@@ -62,6 +62,7 @@ def _warn_then_return() -> str:
     return "went on"
 
 
+@pytest.mark.filterwarnings("error:just a word:UserWarning")
 def test_warnings_are_errors_on_ranks_too() -> None:
     assert "UserWarning: just a word" in _report(_warn_then_return)
 
