@@ -137,7 +137,7 @@ def train_half_and_complex() -> Any:
     )
     wrapped = DataParallel(_Squares(model), comm_hook=PowerSGD(rank=1, start_iter=0), reducer_backend="python")
     wrapped().backward()
-    return half.bound.state_dict()["error"], result, model["a"].grad, wrapped.reducer._comm.hook.stats()
+    return half.bound.state_dict()["error"], result, model["a"].grad, wrapped.reducer._flights.comm.hook.stats()
 
 
 class _Squares(nn.Module):

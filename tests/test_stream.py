@@ -10,7 +10,7 @@ from odd_models import Mlp, data
 from ranks import run_ranks
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks.reducer import reducer as reducer_module
+from lightning_ddp_hooks.reducer import flights as flights_module
 from lightning_ddp_hooks.reducer import stream
 
 pytestmark = pytest.mark.ranks
@@ -47,7 +47,7 @@ class RecordingStream:
 
 def _record(views: bool) -> list[str]:
     log: list[str] = []
-    reducer_module.comm_stream = lambda device: RecordingStream(log)  # type: ignore[assignment]
+    flights_module.comm_stream = lambda device: RecordingStream(log)  # type: ignore[assignment]
     net = Mlp(layers=2)
 
     def hook(state: list[str], bucket: ldh.GradBucket) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The gradient reducer: one backward from the first gradient to the last bucket, and what all ranks agree on.
 
-    hooks ---> engine ---> Reducer.bucket_full ---> BucketComm.launch       (in bucket order, while backward goes on)
+    hooks ---> engine ---> Reducer.bucket_full ---> Flights.launch          (in bucket order, while backward goes on)
                  |
     end of backward ----> Reducer._finish: agree on what is missing -> launch the rest -> wait -> write back -> rebuild
 
@@ -16,9 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -29,45 +27,26 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge, steps_differ_text
 from lightning_ddp_hooks.reducer.arena import Arena
 from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
-from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.bucket import Bucket
 from lightning_ddp_hooks.reducer.buffers import Buffers
 from lightning_ddp_hooks.reducer.claim import claim, release, require_free
-from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
+from lightning_ddp_hooks.reducer.communication import BucketComm
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.facts import bucket_facts
+from lightning_ddp_hooks.reducer.flights import Flights
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
 from lightning_ddp_hooks.reducer.learning import Learning
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
 from lightning_ddp_hooks.reducer.observer import PassObserver, told_of_wait
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
-from lightning_ddp_hooks.reducer.stream import CommStream, Readout, comm_stream
+from lightning_ddp_hooks.reducer.stream import Readout
 from lightning_ddp_hooks.reducer.trainable import TrainableSet, check_parameters
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A launched bucket; it holds the buffer until the reduced values have been copied back."""
-
-    index: int
-    bucket: Bucket
-    pending: Pending
-
-
-class _EngineSum:
-    """A bucket that the engine launched by itself."""
-
-    def __init__(self, engine: Engine, index: int) -> None:
-        self._engine = engine
-        self._index = index
-
-    def wait(self) -> None:
-        self._engine.wait(self._index)
 
 
 class Reducer:
@@ -126,7 +105,7 @@ class Reducer:
         self.group = comm.new_group(self.parent_group, timeout=timeout)
         self.control_group = comm.new_group(self.parent_group, cpu=True, timeout=timeout)
         self.world_size = comm.world_size(self.group)
-        self.divisor = float(self.world_size)
+        self._flights = Flights(self.group)
 
         self.buffers = Buffers(module, ignored, self.group, broadcasts=self.config.broadcast_buffers)
         self._trainable = TrainableSet(
@@ -143,8 +122,6 @@ class Reducer:
         broadcast_tensors([*(param for _, param in self._trainable.named()), *self.buffers.now()], self.group)
 
         # One pass (see engine.py).
-        self._in_flight: list[_InFlight] = []
-        self._saved: dict[int, Tensor] = {}
         self._oddities = 0
         self._window_open = False
         self.passes = 0
@@ -161,13 +138,8 @@ class Reducer:
         self._planned: list[BucketLayout] | None = None
         self._auto_cap_bytes: int | None = None
 
-        self._comm: BucketComm = MeanAllReduce(self.group)
-        self._custom_comm = False
-        self._observer: PassObserver | None = None
         self._sparse_ids = expects_sparse_gradient(module)
-        self._streams: dict[torch.device, CommStream] = {}
         self._arena = Arena()
-        self._buckets: list[Bucket] = []
         self._engine: Engine
         self._forwards = 0
         self._begin_learning()
@@ -208,7 +180,8 @@ class Reducer:
         )
         with _hookable(params):
             self._engine = self._make_engine(params, self, self.config.gradient_as_bucket_view)
-        self._share_out_launches()
+        self._flights.engine = self._engine
+        self._flights.share_out()
         self._engine.hold = True
         self._lay_out_initially()
 
@@ -227,7 +200,7 @@ class Reducer:
 
     def _hook_keys(self) -> list[Hashable]:
         """Ask the hook which parameters it wants in buckets of their own."""
-        return [self._comm.group_of(name, param) for name, param in zip(self.names, self.params, strict=True)]
+        return [self._flights.comm.group_of(name, param) for name, param in zip(self.names, self.params, strict=True)]
 
     def _limits(self) -> list[int]:
         return self.config.limits(self._auto_cap_bytes)
@@ -242,38 +215,25 @@ class Reducer:
         params, expected = self.params, self._learning.expected
         old = [
             (param, view)
-            for bucket in self._buckets  # of other parameters, maybe
+            for bucket in self._flights.buckets  # of other parameters, maybe
             for param, view in zip(bucket.params, bucket.views, strict=True)
         ]
         moved = [(param, view) for param, view in old if param.grad is view]
         keeps = moved or any(self._arena.holds(param.grad) for param, _ in old)
-        self._engine.set_layout([], [], expected)
-        self._buckets = []
+        self._flights.use_buckets([], (), expected)
         if keeps:  # somebody's gradients lie there, maybe by another tensor on the same memory
             self._arena.forget()
-        self._buckets = self._arena.place(layouts, params)
-        self._bucket_names = [tuple(self.names[i] for i in bucket.layout.indices) for bucket in self._buckets]
-        self._bucket_streams = [self._stream(bucket.layout.device) for bucket in self._buckets]
+        buckets = self._arena.place(layouts, params)
         if moved:
             new_views = {
-                id(param): view
-                for bucket in self._buckets
-                for param, view in zip(bucket.params, bucket.views, strict=True)
+                id(param): view for bucket in buckets for param, view in zip(bucket.params, bucket.views, strict=True)
             }
             with torch.no_grad():
                 for param, view in moved:
                     # One that has left the buckets keeps what it has.
                     param.grad = new_views[id(param)].copy_(view) if id(param) in new_views else view.clone()
-        self._engine.set_layout(self._buckets, self._bucket_streams, expected)
-        self._apply_divisor()
-
-    def _stream(self, device: torch.device) -> CommStream:
-        if device not in self._streams:
-            self._streams[device] = comm_stream(device)
-        return self._streams[device]
-
-    def _apply_divisor(self) -> None:
-        self._engine.set_scale(1.0 / self.divisor if self._comm.divides else 1.0)
+        self._flights.use_buckets(buckets, self.names, expected)
+        self._flights.apply_divisor()
 
     def set_comm(self, bucket_comm: BucketComm) -> None:
         """Have buckets reduced by ``bucket_comm`` instead of the plain mean.
@@ -281,21 +241,15 @@ class Reducer:
         Raises:
             RuntimeError: a second call, or one after the first backward.
         """
-        if self._custom_comm:
+        if self._flights.custom:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         if self.passes or self._engine.active:
             raise RuntimeError("A communication hook must be registered before the first backward.")
-        self._comm = bucket_comm
-        self._custom_comm = True
-        self._share_out_launches()
+        self._flights.comm, self._flights.custom = bucket_comm, True
+        self._flights.share_out()
         if any(key is not None for key in self._hook_keys()):
             self._lay_out_initially()
-        self._apply_divisor()
-
-    def _share_out_launches(self) -> None:
-        """Let the engine sum buckets by itself where there is neither a hook to run nor an observer to tell."""
-        self._engine_sums = not self._custom_comm and self._observer is None
-        self._engine.set_mean_group(self.group if self._engine_sums else None)
+        self._flights.apply_divisor()
 
     # ------------------------------------------------------------------ what the wrapper or strategy calls
 
@@ -305,16 +259,16 @@ class Reducer:
 
         With an observer buckets are launched from Python, also under the native engine; the results are the same.
         """
-        return self._observer
+        return self._flights.observer
 
     @observer.setter
     def observer(self, observer: PassObserver | None) -> None:
         if observer is not None and self._engine.active:
             raise RuntimeError("An observer can be set only between two backwards.")
-        self._observer = observer
+        self._flights.observer = observer
         # One may leave at any time, such as when an error has broken a backward off, whose buckets stay what they are.
         if not (self.detached or self._engine.active):
-            self._share_out_launches()
+            self._flights.share_out()
 
     @property
     def sync(self) -> bool:
@@ -417,11 +371,16 @@ class Reducer:
         self._engine.forget_use()
         self._trainable.forget_use()
 
+    @property
+    def divisor(self) -> float:
+        """What sums over ranks are divided by; the number of ranks by default."""
+        return self._flights.divisor
+
     def set_divisor(self, divisor: float) -> None:
         """Set what sums over ranks are divided by; before the first gradient of a pass comes."""
         if divisor != self.divisor:
-            self.divisor = divisor
-            self._apply_divisor()
+            self._flights.divisor = divisor
+            self._flights.apply_divisor()
 
     @contextmanager
     def backward_window(self) -> Iterator[None]:
@@ -474,33 +433,13 @@ class Reducer:
             # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
             self._set_layout(self._planned)
         self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
-        if self._observer is not None:
-            self._observer.pass_opened()
+        if self.observer is not None:
+            self.observer.pass_opened()
         self._engine.start()
 
-    def bucket_full(self, index: int, unused: AbstractSet[int] = frozenset()) -> None:
-        """Launch the bucket.
-
-        Args:
-            index: of the bucket.
-            unused: parameters whose result will be thrown away.
-        """
-        bucket = self._buckets[index]
-        stream = self._bucket_streams[index]
-        last = index == len(self._buckets) - 1
-        observer = self._observer
-        view = GradBucket(bucket, index, last, self._bucket_names[index], self.divisor)
-        if unused:
-            view.unused = frozenset(self.names[i] for i in bucket.layout.indices if i in unused)
-        if observer is not None:
-            observer.bucket_full(view, 1.0 if self._comm.divides else 1.0 / self.divisor)
-        with _compat.span("ldh::launch"), stream.after_compute():
-            if observer is not None:
-                observer.launch_begins(index)
-            pending = self._comm.launch(view, bucket)
-            self._in_flight.append(_InFlight(index, bucket, pending))
-            if observer is not None:
-                observer.launch_ended(index, pending)
+    def bucket_full(self, index: int) -> None:
+        """Launch the bucket."""
+        self._flights.launch(index)
 
     def backward_broke(self) -> None:
         """Give up the pass of a backward that an exception broke off."""
@@ -515,22 +454,25 @@ class Reducer:
 
     def _complete(self) -> bool:
         engine = self._engine
-        return not engine.hold and engine.launched == len(self._buckets) and not (self._sparse and engine.unready())
+        return (
+            not engine.hold
+            and engine.launched == len(self._flights.buckets)
+            and not (self._sparse and engine.unready())
+        )
 
     # ------------------------------------------------------------------ the end of a pass
 
     def _abandon(self) -> None:
         if self._engine.active:
             self.broke_at = (*self.progress(), self.waits_for())
-        self.abandoned_work |= bool(self._in_flight) or (self._engine.active and self._engine.launched > 0)
+        self.abandoned_work |= self._flights.under_way or (self._engine.active and self._engine.launched > 0)
         self._engine.stop()
         self._engine.armed, self._engine.broken = False, False
         self._engine.forget_use()
         self._trainable.forget_use()
-        self._in_flight.clear()
-        self._saved.clear()
-        if self._observer is not None:
-            self._observer.pass_abandoned()
+        self._flights.forget()
+        if self.observer is not None:
+            self.observer.pass_abandoned()
 
     def _finish(self) -> None:
         try:
@@ -544,22 +486,21 @@ class Reducer:
         engine = self._engine
         self.skip_step = False
         # Where something may be missing, the engine's buckets are looked after here; else it ends the pass by itself.
-        if self._engine_sums and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
-            sent = range(engine.launched)
-            self._in_flight = [_InFlight(index, self._buckets[index], _EngineSum(engine, index)) for index in sent]
+        if self._flights.by_engine and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
+            self._flights.take_over()
         if engine.hold:
             if self._ends_steps:
                 self._meet(bytearray())
             verdict = self._exchange()
-            self._launch_rest(verdict.unused)
-            self._collect()
+            self._flights.launch_rest(verdict.unused)
+            self._flights.collect()
         elif self._policy is UnusedPolicy.FORBIDDEN:
             verdict = self._reduce_counting()
         else:
             verdict = self._share_flags()
-            self._launch_rest(verdict.unused)
-            self._collect()
-        self._write_back(verdict.unused)
+            self._flights.launch_rest(verdict.unused)
+            self._flights.collect()
+        self._flights.write_back(verdict.unused)
         self._reduce_sparse(verdict.unused)
         if problem := self._late_problem():
             raise RuntimeError(problem)
@@ -570,8 +511,8 @@ class Reducer:
         recorded, own_fired = engine.hold, engine.fired() if engine.hold else []
         engine.stop()
         self.forget_use()
-        if self._observer is not None:
-            self._observer.pass_ended()
+        if self.observer is not None:
+            self.observer.pass_ended()
         if verdict.relayout:
             self._follow_trainable_set()
         elif recorded:
@@ -593,7 +534,7 @@ class Reducer:
         )
 
     def _exchange(self) -> Verdict:
-        with told_of_wait(self._observer):
+        with told_of_wait(self.observer):
             reports = comm.all_gather_object(self._report(), self.control_group)
         verdict = judge(reports, self.names, self._policy_now(), skip_missing_loss=self._skip_missing_loss)
         if self._engine.hold:
@@ -613,13 +554,13 @@ class Reducer:
             used = engine.used()
             missing = 0 if self._absent() else sum(not used[index] for index in engine.unready())
             self._count_oddities(self._oddities + missing + len(engine.late()))
-        self._launch_rest(frozenset())
+        self._flights.launch_rest(frozenset())
         count: Readout | None = None
         if self._counts_in_tail():
-            self._collect()
-            tail = self._buckets[-1].tail
+            self._flights.collect()
+            tail = self._flights.buckets[-1].tail
             assert tail is not None
-            stream = self._bucket_streams[-1]
+            stream = self._flights.streams[-1]
             with stream.context():
                 count = stream.read(tail)
                 if stream.asynchronous:  # the number may be looked at only after the tail has been used again
@@ -627,8 +568,8 @@ class Reducer:
         else:
             number = torch.tensor([self._oddities], dtype=torch.int32)
             work = comm.all_reduce(number, self.control_group)
-            self._collect()
-            with told_of_wait(self._observer):
+            self._flights.collect()
+            with told_of_wait(self.observer):
                 work.wait()
             count = _HostNumber(number)
         # A device's number is looked at one pass later, unless this rank knows already that it is not zero.
@@ -636,22 +577,24 @@ class Reducer:
             count, self._late_readout = self._late_readout, count
         if self._oddities or (count is not None and count.value()):
             if self._counts_in_tail():
-                self._buckets[-1].tail.zero_()  # type: ignore[union-attr]
+                self._flights.buckets[-1].tail.zero_()  # type: ignore[union-attr]
             return self._exchange()
         return Verdict()
 
     def _count_oddities(self, number: int) -> None:
         """Note the number of oddities, and have it travel behind the last bucket."""
         self._oddities = number
-        tail = self._buckets[-1].tail if self._buckets else None
+        tail = self._flights.buckets[-1].tail if self._flights.buckets else None
         if number and tail is not None:
             tail.fill_(number)
 
     def _counts_in_tail(self) -> bool:
-        return self._comm.carries_tail and not self._sparse and bool(self._buckets)
+        return self._flights.comm.carries_tail and not self._sparse and bool(self._flights.buckets)
 
     def _defers_reading(self) -> bool:
-        return self._counts_in_tail() and self._bucket_streams[-1].asynchronous and self._skip_missing_loss == "zeros"
+        if not self._counts_in_tail() or self._skip_missing_loss != "zeros":
+            return False
+        return self._flights.streams[-1].asynchronous
 
     def _share_flags(self) -> Verdict:
         used, present = bytearray(self._engine.used()), not self._absent()
@@ -668,64 +611,11 @@ class Reducer:
         """Sum flags over the ranks; find out if some are in a backward while others have ended their step."""
         flags.append(at_end_of_step)
         counts = torch.frombuffer(flags, dtype=torch.uint8).to(torch.int32)
-        with told_of_wait(self._observer):
+        with told_of_wait(self.observer):
             comm.all_reduce(counts, self.control_group).wait()
         if 0 < int(counts[-1]) < self.world_size:
             raise RuntimeError(steps_differ_text(comm.all_gather_object(at_end_of_step, self.control_group)))
         return counts[:-1]
-
-    def _launch_rest(self, unused: frozenset[int]) -> None:
-        engine = self._engine
-        if engine.launched == len(self._buckets):
-            return
-        used = engine.used()
-        for index in range(engine.launched, len(self._buckets)):
-            bucket = self._buckets[index]
-            if unused.issuperset(bucket.layout.indices):
-                continue
-            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
-                # What nobody used must stay as it is, also where it lies in a bucket that is sent.
-                if not used[slot.index] and self.params[slot.index].grad is view:
-                    self._saved[slot.index] = view.clone()
-            engine.fill(index)
-            if not self._custom_comm:
-                self.bucket_full(index)
-                continue
-            frozen = {i for i in bucket.layout.indices if not used[i] and not self.params[i].requires_grad}
-            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
-                # A hook must not choose or scale by gradients of earlier backwards.
-                if slot.index in unused and (slot.index in self._saved or self.params[slot.index].grad is not view):
-                    view.zero_()
-            self.bucket_full(index, unused | frozen)
-        engine.launched = len(self._buckets)
-
-    def _collect(self) -> None:
-        with _compat.span("ldh::wait"), told_of_wait(self._observer):
-            if not self._in_flight:
-                self._engine.finish()
-                return
-            for flight in self._in_flight:
-                index, bucket, pending = flight.index, flight.bucket, flight.pending
-                stream = self._bucket_streams[index]
-                with stream.context():
-                    result = pending.wait()
-                    if isinstance(result, Tensor) and not _is_same(result, bucket.buffer):
-                        bucket.buffer.copy_(result.reshape(-1))
-                    if self._observer is not None:
-                        self._observer.bucket_done(index, bucket.buffer)
-            for stream in set(self._streams.values()):
-                stream.join()
-
-    def _write_back(self, unused: frozenset[int]) -> None:
-        untouched = sorted(unused)
-        for flight in self._in_flight:
-            index, bucket = flight.index, flight.bucket
-            self._engine.write_back(index, untouched if unused else ())
-            for slot, view in zip(bucket.layout.slots, bucket.views, strict=True) if self._saved else ():
-                if slot.index in unused and slot.index in self._saved:
-                    view.copy_(self._saved[slot.index])
-        self._in_flight.clear()
-        self._saved.clear()
 
     def _reduce_sparse(self, unused: frozenset[int]) -> None:
         for index in self._sparse:
@@ -804,7 +694,7 @@ class Reducer:
         """
         if self.detached:
             raise RuntimeError("The reducer has been detached.")
-        layouts = [bucket.layout for bucket in self._buckets] if self._planned is None else self._planned
+        layouts = [bucket.layout for bucket in self._flights.buckets] if self._planned is None else self._planned
         return {
             "world_size": self.world_size,
             "rank": comm.rank(self.group),
@@ -825,23 +715,11 @@ class Reducer:
         """
         engine = self._engine
         active = engine.active
-        return self.passes, engine.launched if active else 0, len(self._buckets) if active else 0
+        return self.passes, engine.launched if active else 0, len(self._flights.buckets) if active else 0
 
     def waits_for(self) -> str:
         """Say which buckets the open pass waits for; from any thread, so that it may be out of date."""
-        names, engine = self._bucket_names, self._engine
-        if not engine.active:
-            return ""
-        seen = [flight for flight in list(self._in_flight) if not isinstance(flight.pending, _EngineSum)]
-        waiting = [flight.index for flight in seen if not _is_done(flight)][:1]
-        if not waiting and self._engine_sums:  # which of those that it launched by itself is not seen here
-            waiting = list(range(engine.launched))
-        parts = []
-        for index in waiting:
-            if index < len(names):
-                shown = ", ".join(map(repr, names[index][:4])) + (", ..." if len(names[index]) > 4 else "")
-                parts.append(f"bucket {index} ({shown})")
-        return "; ".join(parts[:4])
+        return self._flights.waits_for() if self._engine.active else ""
 
     def detach(self) -> None:
         """Undo everything: remove hooks, free buckets and groups. Gradients stay, in memory of their own."""
@@ -849,29 +727,16 @@ class Reducer:
             return
         self.detached = True
         self._abandon()
-        for bucket in self._buckets:
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                if param.grad is view:
-                    param.grad = view.clone()
+        self._flights.close()
         self._engine.close()
         self._trainable.close()
         release(self)
-        self._buckets.clear()
         self._arena.forget()
-        self._bucket_streams.clear()
-        self._streams.clear()
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
         if not (self.failed and (self.abandoned_work or comm.backend_name(self.group) != "gloo")):
-            self._comm.close()
+            self._flights.comm.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)
-
-
-def _is_done(flight: _InFlight) -> bool:
-    pending = flight.pending
-    if isinstance(pending, comm.Work):
-        return comm.succeeded(pending)
-    return bool(getattr(pending, "finished", False))
 
 
 class _HostNumber:
@@ -891,10 +756,6 @@ def _hookable(params: Sequence[nn.Parameter]) -> Iterator[None]:
     yield
     for param in frozen:
         param.requires_grad_(False)
-
-
-def _is_same(result: Tensor, buffer: Tensor) -> bool:
-    return result.data_ptr() == buffer.data_ptr() and result.dtype == buffer.dtype and result.is_contiguous()
 
 
 def _is_sparse(gradient: Tensor | None) -> bool:
