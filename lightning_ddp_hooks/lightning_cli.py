@@ -11,10 +11,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 # How jsonargparse says that a name is wrong: of a class, of a group, in a file for a subcommand, on the command line.
 _WRONG_NAME = [
-    re.compile(r"Option '([^']+)' is not accepted"),
-    re.compile(r"Group '([^']+)' does not accept option '([^']+)'"),
-    re.compile(r"Subcommand '[^']+' does not accept option '([^']+)'"),
-    re.compile(r"unrecognized arguments: --([^\s=]+)"),
+    re.compile(r"(?:Problem in default config file '.*': )?" + text)
+    for text in (
+        r"Option '([^']+)' is not accepted",
+        r"Group '([^']+)' does not accept option '([^']+)'",
+        r"Subcommand '[^']+' does not accept option '([^']+)'",
+        r"unrecognized arguments: --([^\s=]+)",
+    )
 ]
 
 
@@ -43,15 +46,31 @@ class ArgumentParser(LightningArgumentParser):
         wrong = next((".".join(found.groups()) for pattern in _WRONG_NAME if (found := pattern.match(message))), None)
         if wrong is not None:
             parser = getattr(ex, "subcommand_parser", self)
-            message = f"{message}; {_right_names(wrong, sorted(parser.get_defaults().keys()))}"
+            message = f"{message}; {_right_names(wrong, _names(parser))}"
         super().error(message, ex)
+
+
+def _names(parser: LightningArgumentParser) -> list[str]:
+    """Return the names that a parser takes."""
+    files = parser.default_config_files
+    parser.default_config_files = []  # which the wrong name may be in
+    try:
+        return sorted(parser.get_defaults().keys())
+    finally:
+        parser.default_config_files = files
 
 
 def _right_names(wrong: str, names: Sequence[str]) -> str:
     """Name those of the right names that are closest to a wrong one, and those beside it."""
-    close = difflib.get_close_matches(wrong, names, n=3)
     group = wrong.rpartition(".")[0]
-    beside = [name for name in names if name.startswith(f"{group}.")]
-    if not beside:  # nothing is of that group: name the groups
+    prefix = f"{group}." if group else ""
+    beside = [name for name in names if name.startswith(prefix)]
+    if beside:  # what they have in common makes none close
+        ends = [name.removeprefix(prefix) for name in beside]
+        close = [prefix + end for end in difflib.get_close_matches(wrong.removeprefix(prefix), ends, n=3)]
+    else:
+        close = difflib.get_close_matches(wrong, names, n=3)
+    if not (prefix and beside):  # many, maybe: name the groups
         beside = sorted({f"{name.partition('.')[0]}.*" if "." in name else name for name in names})
-    return f"closest: {', '.join(close)}; accepted: {', '.join(beside)}" if close else f"accepted: {', '.join(beside)}"
+    closest = f"closest: {', '.join(close)}; " if close else ""
+    return f"{closest}accepted: {', '.join(beside)}"

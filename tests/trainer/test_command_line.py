@@ -243,17 +243,21 @@ def test_our_parser_lists_the_right_flags(
 
 
 @takes_a_parser
+@pytest.mark.parametrize(
+    "flags", [["--trainer.max_epoch_s=3"], ["--config=wrong.yaml"], []], ids=["flag", "file", "default"]
+)
 def test_our_parser_lists_the_flags_of_a_subcommand(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "wrong.yaml").write_text("trainer: {max_epoc: 3}")
-    for flags in (["fit", "--trainer.max_epoch_s=3"], ["fit", f"--config={tmp_path / 'wrong.yaml'}"]):
-        monkeypatch.setattr(sys, "argv", ["script", *flags])
-        with pytest.raises(SystemExit) as left:
-            LightningCLI(Net, parser_class=ListingParser, save_config_callback=None)
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.yaml").write_text("trainer: {max_epoc: 3}")
+    monkeypatch.setattr(sys, "argv", ["script", "fit", *flags])
+    files = {} if flags else {"parser_kwargs": {"fit": {"default_config_files": ["wrong.yaml"]}}}
+    with pytest.raises(SystemExit) as left:
+        LightningCLI(Net, parser_class=ListingParser, save_config_callback=None, **files)  # type: ignore[arg-type]
 
-        assert left.value.code == 2
-        assert re.search("closest: trainer.max_epochs, .*; accepted: trainer.accelerator, ", capsys.readouterr().err)
+    assert left.value.code == 2
+    assert re.search("closest: trainer.max_epochs, .*; accepted: trainer.accelerator, ", capsys.readouterr().err)
 
 
 @takes_a_parser
