@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import DataParallel, DDPHooksStrategy, GradBucket, averaging, callbacks, hooks, join, optim
+from lightning_ddp_hooks.lightning_cli import ArgumentParser
 
 strategies: list[DDPHooksStrategy] = [
     DDPHooksStrategy(),
@@ -30,6 +32,7 @@ trainer = Trainer(
     strategy=strategies[0],
     callbacks=[callbacks.UnevenInputs(policy="join"), callbacks.CommMonitor()],
 )
+cli = LightningCLI(LightningModule, parser_class=ArgumentParser, run=False)
 assert_type(strategies[0].stats(), dict[str, object])
 assert_type(ldh.__version__, str)
 
