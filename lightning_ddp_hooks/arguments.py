@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
+
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -55,12 +57,25 @@ def require_backend_name(value: object, known: Sequence[str]) -> None:
         return
     if not isinstance(value, str):
         raise TypeError(f"Expected a name such as 'gloo' for `process_group_backend`, got {value!r}.")
-    names = [part.rpartition(":")[2].strip() for part in value.split(",")]
-    if any(name.lower() not in known for name in names):
+    parts = [part.rpartition(":") for part in value.split(",")]
+    if any(name.lower() not in known for *_, name in parts):
         raise ValueError(
             f"Expected a backend of torch.distributed for `process_group_backend`, got {value!r}; known are "
             f"{', '.join(known)}. One of your own has to be registered first."
         )
+    devices = [device for device, colon, _ in parts if colon]
+    if len(devices) < len(parts) > 1 or len(set(devices)) < len(devices) or not all(map(_is_device, devices)):
+        raise ValueError(
+            "Expected `process_group_backend` to name a backend, or one for each kind of device, as in "
+            f"'cpu:gloo,cuda:nccl', got {value!r}."
+        )
+
+
+def _is_device(name: str) -> bool:
+    try:
+        return torch.device(name).index is None
+    except RuntimeError:
+        return False
 
 
 def require_failure_timeout(value: object) -> None:

@@ -148,17 +148,28 @@ def test_rules_are_checked_where_they_are_written() -> None:
         Stage(-1, "bf16")
 
 
-def bind_a_rule_for_nothing() -> str:
-    with pytest.warns(UserWarning, match=r"No trainable parameter is left for rule 0 .*nothing\.\*"):
-        DataParallel(
-            nn.Linear(2, 2), comm_hook=PerParameter([Rule("bf16", pattern="nothing.*")]), reducer_backend="python"
-        )
-    return "warned"
+def bind_rules_for_nothing() -> list[str]:
+    rules = [
+        Rule("bf16", pattern="nothing.*"),
+        Rule(PowerSGD(rank=4), ndim=3, min_numel=5),
+        Rule((None, lambda state, bucket: bucket.buffer()), ndim=7),
+        Rule(None, ndim=4),
+    ]
+    with pytest.warns(UserWarning, match="No trainable parameter is left") as caught:
+        DataParallel(nn.Linear(2, 2), comm_hook=PerParameter(rules), reducer_backend="python")
+    return [str(one.message) for one in caught]
 
 
 @pytest.mark.ranks
 def test_a_rule_that_no_parameter_meets_is_told() -> None:
-    assert run_ranks(bind_a_rule_for_nothing, world_size=1) == ["warned"]
+    told = run_ranks(bind_rules_for_nothing, world_size=1)[0]
+    named = [text.removeprefix("No trainable parameter is left for rule ") for text in told]
+    assert named == [  # by what was asked for, not with all that its hook could be told
+        "0 of PerParameter, Rule('bf16', pattern='nothing.*').",
+        "1 of PerParameter, Rule(PowerSGD, min_numel=5, ndim=3).",
+        "2 of PerParameter, Rule(bind_rules_for_nothing.<locals>.<lambda>, ndim=7).",
+        "3 of PerParameter, Rule(None, ndim=4).",
+    ]
 
 
 @pytest.mark.parametrize("hook", [BY_SHAPE, Schedule([Stage(3, Cast(RANK_1, torch.float16))]), Cast("int8", "float16")])

@@ -18,7 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_hooks import DataParallel
 from lightning_ddp_hooks import hooks as ldh_hooks
-from lightning_ddp_hooks.hooks import AllReduce, Cast, CommHook, TorchDDPState, TorchHook, run_on_torch_ddp
+from lightning_ddp_hooks.hooks import (
+    AllReduce,
+    BindContext,
+    BoundHook,
+    Cast,
+    CommHook,
+    PerParameter,
+    Rule,
+    Schedule,
+    Stage,
+    TorchDDPState,
+    TorchHook,
+    run_on_torch_ddp,
+)
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, resolve_hook
 
 SEVERAL_BUCKETS = 5 * 1024 / 2**20
@@ -349,6 +362,44 @@ def test_a_wrong_result_is_an_error_that_names_hook_bucket_and_parameters() -> N
             text, raised = found[hook.__name__]
             assert raised
             assert re.search(message, text), text
+
+
+class ReturnsTensor(BoundHook, CommHook):
+    """Written as torch's hooks are, and not as a generator."""
+
+    def bind(self, context: BindContext) -> BoundHook:
+        return self
+
+    def reduce(self, bucket: Any) -> Any:
+        return bucket.buffer().div_(bucket.divisor)
+
+
+class ReturnsNothing(ReturnsTensor):
+    def reduce(self, bucket: Any) -> Any:
+        dist.all_reduce(bucket.buffer().div_(bucket.divisor))
+
+
+def reduce_without_yield() -> list[str]:
+    texts = []
+    for hook in (ReturnsTensor(), ReturnsNothing()):
+        split = PerParameter([Rule(None, ndim=2), Rule(hook, min_numel=1)])
+        for outer in (hook, Cast(hook), Schedule([Stage(0, hook)]), PerParameter([Rule(hook, min_numel=1)]), split):
+            on_torch = torchs(TorchDDPState(outer), run_on_torch_ddp)
+            for wrap in (declared(outer), on_torch) if outer is split else (declared(outer),):
+                with pytest.raises(TypeError) as caught:
+                    train(wrap, steps=1)
+                texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.ranks
+def test_a_reduce_that_is_no_generator_is_an_error_that_names_the_hook_and_what_to_do() -> None:
+    for texts in run_ranks(reduce_without_yield):
+        expected = ["ReturnsTensor.reduce returned a Tensor"] * 6 + ["ReturnsNothing.reduce returned None"] * 6
+        for text, begin in zip(texts, expected, strict=True):
+            assert text.startswith(f"{begin}; expected a generator, on every rank alike: `yield` the handle")
+            assert "async_op=True" in text
+            assert "`comm_hook=(state, hook)`" in text
 
 
 def register_badly() -> list[str]:

@@ -65,6 +65,25 @@ def bind_wrongly() -> list[str]:
     return texts
 
 
+def count_subgroups() -> list[int]:
+    return [Rig(PostLocalSGD(**settings), NUMELS).bound.subgroups for settings, _ in PARTS]  # type: ignore[attr-defined]
+
+
+PARTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),  # one host
+    ({"subgroup_size": 4}, 1),
+    ({"subgroups": [[3, 1, 2, 0]]}, 1),
+    ({"subgroup_size": 2}, 2),
+    ({"subgroups": [[0], [1, 2], [3]]}, 3),
+    ({"post_local_gradient_allreduce": False}, 4),
+]
+
+
+@pytest.mark.ranks
+def test_the_bound_hook_knows_in_how_many_parts_the_ranks_average() -> None:
+    assert run_ranks(count_subgroups, world_size=4) == [[count for _, count in PARTS]] * 4
+
+
 @pytest.mark.ranks
 def test_subgroups_that_do_not_fit_raise_on_every_rank_with_the_numbers() -> None:
     for uneven, twice in run_ranks(bind_wrongly, world_size=3):

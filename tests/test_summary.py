@@ -1,11 +1,14 @@
 """The lines at the start of a fit."""
 
 import math
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_ddp_hooks import averaging, hooks, optim
+from lightning_ddp_hooks.hooks.parts import parts_of
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, resolve_hook
 from lightning_ddp_hooks.strategy.summary import brief, declared, mib, summary_text, without_effect
 
@@ -58,6 +61,69 @@ def test_a_declaration_is_told_by_what_differs_from_the_defaults() -> None:
     assert brief(averaging.PeriodicModelAverager(period=8)) == "PeriodicModelAverager(period=8)"
     groups = averaging.HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})
     assert brief(groups) == "HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})"
+
+
+class Awkward:
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("do not compare me")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _not_twice() -> int:
+    raise RuntimeError("a default that cannot be made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsersHook(hooks.CommHook):
+    """Has fields that are named like those of our hooks, and values that are hard to describe."""
+
+    stages: int = 3
+    rules: tuple[str, ...] = ("a", "b")
+    inner: str = "nosuch"
+    default: object = None
+    start_iter: str = "soon"
+    start_local_sgd_iter: object = None
+    awkward: Awkward = field(default_factory=Awkward)
+    made: int = field(default_factory=_not_twice)
+    unset: int = field(init=False)
+
+    def bind(self, context: hooks.BindContext) -> hooks.BoundHook:
+        raise NotImplementedError
+
+
+def test_a_users_hook_may_have_any_fields() -> None:
+    hook = UsersHook(made=1)
+    assert list(without_effect(hook, None, 1)) == []
+    assert list(parts_of(hook)) == [hook]
+    text = declared(hook, None, None)["hook"]
+    assert text == "UsersHook(awkward=Awkward, made=1)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around(hooks.CommHook):
+    """A user's hook around another one."""
+
+    around: hooks.CommHook
+
+    def bind(self, context: hooks.BindContext) -> hooks.BoundHook:
+        raise NotImplementedError
+
+
+def test_parts_are_found_in_whatever_is_composed() -> None:
+    inner = hooks.PostLocalSGD(start_local_sgd_iter=5)
+    rules = hooks.PerParameter([hooks.Rule(Around(around=inner), ndim=1)], default="int8")
+    found = list(parts_of(hooks.Cast(hooks.Schedule([hooks.Stage(0, rules)]), "float16")))
+    assert [type(part).__name__ for part in found] == [
+        *("Cast", "Schedule", "PerParameter", "Around", "PostLocalSGD", "BlockQuantize"),
+    ]
+    assert found[4] is inner
+
+
+def test_long_and_made_values_are_told_in_short() -> None:
+    assert brief(list(range(2000))) == "[0, 1, 2, 3, 4, 5, 6, 7, ... (2000 in all)]"
+    assert brief(partial(torch.optim.SGD, lr=0.7)) == "SGD(lr=0.7)"
+    assert brief(partial(_not_twice, object(), torch.optim.SGD, lr=0.7)) == "SGD(lr=0.7)"  # as a command line makes it
 
 
 def test_a_hook_that_has_a_short_name_is_told_by_it_too() -> None:

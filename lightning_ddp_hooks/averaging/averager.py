@@ -176,10 +176,10 @@ class BoundAverager(ABC):
     def __init__(self, settings: ModelAverager, context: AveragingContext) -> None:
         self.settings = settings
         self.context = context
-        self.group = context.new_group(context.group)
+        self._own_groups: list[comm.ProcessGroup] = []
+        self.group = self.new_group(context.group)
         self.step = 0
         self.replicas_equal = True
-        self._own_groups = [self.group]
         self._ever_trainable = [False] * len(context.params)
         self._means: dict[tuple[int, ...], FlatMean] = {}
         self._note_trainable()
@@ -269,6 +269,16 @@ class BoundAverager(ABC):
         self._own_groups.clear()
 
     # ------------------------------------------------------------------ what averagers are made of
+
+    def new_group(self, parent: comm.ProcessGroup) -> comm.ProcessGroup:
+        """Make one more group over the ranks of the given one, which is freed with the averager; collective."""
+        self._own_groups.append(self.context.new_group(parent))
+        return self._own_groups[-1]
+
+    def split_group(self, parent: comm.ProcessGroup, parts: Sequence[Sequence[int]]) -> comm.ProcessGroup:
+        """Split a group into parts, and return this rank's one, which is freed with the averager; collective."""
+        self._own_groups.append(comm.split_group(parent, parts))
+        return self._own_groups[-1]
 
     def _note_trainable(self) -> None:
         for index, param in enumerate(self.context.params):

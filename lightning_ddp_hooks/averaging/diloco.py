@@ -139,8 +139,7 @@ class _BoundDiLoCo(BoundAverager):
         sizes = [param.numel() if index in trainable else 0 for index, param in enumerate(context.params)]
         self._fragments = split_fragments(sizes, settings.fragments)
         # A group of its own for deltas: they stay in flight while the mean of the model may be asked for.
-        self._exchange_group = context.new_group(context.group)
-        self._own_groups.append(self._exchange_group)
+        self._exchange_group = self.new_group(context.group)
         self._hook = None
         declared = settings.declared_hook()
         if declared is not None:
@@ -151,7 +150,8 @@ class _BoundDiLoCo(BoundAverager):
                     names=context.names,
                     params=context.params,
                     step=lambda: self.step,
-                    new_group=context.new_group,
+                    new_group=self.new_group,
+                    split_group=self.split_group,
                 )
             )
         self._exchange = DeltaExchange(context.names, context.params, self._outer, self._exchange_group, self._hook)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.schedule import HierarchicalSchedule
 
@@ -56,8 +55,7 @@ class _BoundHierarchical(BoundAverager):
         self._groups = {context.world_size: self.group}
         for _, size in self._schedule.levels[:-1]:
             parts = [range(first, first + size) for first in range(0, context.world_size, size)]
-            self._groups[size] = comm.split_group(context.group, parts)
-            self._own_groups.append(self._groups[size])
+            self._groups[size] = self.split_group(context.group, parts)
 
     def _average(self, step: int) -> bool:
         size = self._schedule.group_size(step)

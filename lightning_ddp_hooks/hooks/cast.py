@@ -1,7 +1,7 @@
 """Gradients travel in 16 bits: the mean, or any other hook, in float16 or bfloat16."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -10,7 +10,15 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.allreduce import AllReduce, narrower, scale_into
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, HookFunction, Phases, hook_name
+from lightning_ddp_hooks.hooks.contract import (
+    BindContext,
+    BoundHook,
+    CommHook,
+    HookFunction,
+    Phases,
+    hook_name,
+    phases_of,
+)
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike, resolve_hook
 from lightning_ddp_hooks.hooks.workspace import Workspace
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -67,6 +75,10 @@ class Cast(CommHook):
                 "Leave `accumulate` at 'wire', or leave out `inner`."
             )
 
+    def inner_hooks(self) -> Sequence[HookLike | None]:
+        """Return the inner hook."""
+        return [self.inner]
+
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the inner hook, and cast around it if it does not do so itself."""
         dtype = _wire_dtype(self.dtype)
@@ -110,10 +122,10 @@ class _BoundCast(BoundHook):
         buffer = bucket.buffer()
         dtype = narrower(buffer.dtype, self._dtype)
         if dtype is buffer.dtype:
-            return (yield from self._inner.reduce(bucket))
+            return (yield from phases_of(self._inner, bucket))
         narrow = self._workspace.get(bucket.index(), buffer.numel(), dtype, buffer.device).copy_(buffer)
         bucket.set_buffer(narrow)
-        result = yield from self._inner.reduce(bucket)
+        result = yield from phases_of(self._inner, bucket)
         buffer.copy_(bucket.buffer() if result is None else result.view(-1))
         return buffer
 

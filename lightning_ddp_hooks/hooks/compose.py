@@ -13,7 +13,16 @@ from torch import Tensor
 
 from lightning_ddp_hooks.hooks.allreduce import AllReduce
 from lightning_ddp_hooks.hooks.cast import bind_for_wire
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Waitable, is_done
+from lightning_ddp_hooks.hooks.contract import (
+    BindContext,
+    BoundHook,
+    CommHook,
+    Phases,
+    Waitable,
+    hook_name,
+    is_done,
+    phases_of,
+)
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.hooks.state import tagged, untagged
 from lightning_ddp_hooks.hooks.values import require_types
@@ -58,6 +67,13 @@ class Rule:
             and (self.ndim is None or param.dim() == self.ndim)
         )
 
+    def text(self) -> str:
+        """Name the rule in a message by what was asked for, without the hook's settings."""
+        hook = self.hook[1] if isinstance(self.hook, (tuple, list)) else self.hook
+        shown = repr(hook) if hook is None or isinstance(hook, str) else hook_name(hook)
+        asked = ((name, getattr(self, name)) for name in ("pattern", "min_numel", "ndim"))
+        return f"Rule({', '.join([shown, *(f'{name}={value!r}' for name, value in asked if value is not None)])})"
+
 
 @dataclass(frozen=True)
 class PerParameter(CommHook):
@@ -89,6 +105,10 @@ class PerParameter(CommHook):
                 raise TypeError(f"Expected `rules` to consist of Rule objects, got {type(rule).__name__}.")
         resolve_hook(self.default)
 
+    def inner_hooks(self) -> Sequence[HookLike | None]:
+        """Return the hooks of the rules, and the default."""
+        return [*(rule.hook for rule in self.rules), self.default]
+
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the hook of each rule for its parameters."""
         return _BoundPerParameter(self, context)
@@ -105,8 +125,9 @@ class _BoundPerParameter(BoundHook):
         for position, hook in enumerate([*(rule.hook for rule in self._rules), config.default]):
             its_own = [(name, param) for name, param in named if self._rule_of(name, param) == position]
             if not its_own and position < len(self._rules) and context.rank == 0:
+                rule = self._rules[position].text()
                 warnings.warn(
-                    f"No trainable parameter is left for rule {position} of PerParameter, {self._rules[position]}.",
+                    f"No trainable parameter is left for rule {position} of PerParameter, {rule}.",
                     stacklevel=2,
                 )
             part = replace(context, names=[name for name, _ in its_own], params=[param for _, param in its_own])
@@ -128,7 +149,7 @@ class _BoundPerParameter(BoundHook):
             known = self._parts[bucket.index()] = (bucket.names, self._split(bucket))
         parts = known[1]
         if len(parts) == 1:
-            return (yield from self._children[parts[0].child].reduce(bucket))
+            return (yield from phases_of(self._children[parts[0].child], bucket))
         return (yield from self._reduce_parts(bucket, parts))
 
     def _split(self, bucket: GradBucket) -> list[_Part]:
@@ -150,7 +171,7 @@ class _BoundPerParameter(BoundHook):
             names = tuple(bucket.names[position] for position in part.positions)
             view_of_part = GradBucket(storage, bucket.index(), bucket.is_last(), names, bucket.divisor)
             view_of_part.unused = bucket.unused
-            running.append((part, view_of_part, self._children[part.child].reduce(view_of_part)))
+            running.append((part, view_of_part, phases_of(self._children[part.child], view_of_part)))
         while running:
             handles: list[Waitable] = []
             going_on: list[tuple[_Part, GradBucket, Phases]] = []
@@ -268,6 +289,10 @@ class Schedule(CommHook):
         if not steps or any(later <= earlier for earlier, later in pairwise(steps)):
             raise ValueError(f"Expected one or more `stages` with ascending steps, got steps {steps}.")
 
+    def inner_hooks(self) -> Sequence[HookLike | None]:
+        """Return the hooks of the stages."""
+        return [stage.hook for stage in self.stages]
+
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the hooks of all stages."""
         return _BoundSchedule(self, context)
@@ -296,7 +321,7 @@ class _BoundSchedule(BoundHook):
         return keys if any(key is not None for key in keys) else None
 
     def reduce(self, bucket: GradBucket) -> Phases:
-        return (yield from self._now().reduce(bucket))
+        return (yield from phases_of(self._now(), bucket))
 
     def stats(self) -> dict[str, Any]:
         return {f"{n} {child.name}": child.stats() for n, child in enumerate(self._children)}

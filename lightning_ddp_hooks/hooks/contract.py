@@ -12,9 +12,9 @@ in completion callbacks, as torch's PowerSGD has them, do not: with several buck
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -139,9 +139,11 @@ class CommHook(ABC):
 
     Attributes:
         is_plain_mean: whether it is the mean that the reducer itself computes, faster than through a hook.
+        delayed_by: the name of its setting for the step up to which it is the plain mean, or None.
     """
 
     is_plain_mean = False
+    delayed_by: ClassVar[str | None] = None
 
     @abstractmethod
     def bind(self, context: BindContext) -> BoundHook:
@@ -151,11 +153,39 @@ class CommHook(ABC):
             ValueError: what the hook cannot take: a world size, a dtype, a group specification.
         """
 
+    def inner_hooks(self) -> Sequence[Any]:
+        """Return the hooks that it is composed of, as they were declared: short names too.
+
+        By default those of a dataclass's fields that are hooks.
+        """
+        declared: Any = self
+        entries = fields(declared) if is_dataclass(declared) else ()
+        values = (getattr(self, entry.name, None) for entry in entries)
+        return [value for value in values if isinstance(value, CommHook)]
+
 
 def is_done(handle: Waitable) -> bool:
     """Tell whether a collective in flight is done; False if there is no way to tell."""
     done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
     return bool(done()) if callable(done) else False
+
+
+def phases_of(hook: BoundHook, bucket: GradBucket) -> Phases:
+    """Begin to reduce a bucket.
+
+    Raises:
+        TypeError: the hook's `reduce` is not a generator; names the hook.
+    """
+    phases: object = hook.reduce(bucket)
+    if isinstance(phases, Iterator):
+        return phases  # type: ignore[return-value]
+    found = "None" if phases is None else f"a {type(phases).__name__}"
+    raise TypeError(
+        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` the "
+        "handle of each collective (`yield torch.distributed.all_reduce(tensor, async_op=True)`), then `return` the "
+        "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a tensor "
+        "or a future needs no class: pass `comm_hook=(state, hook)`."
+    )
 
 
 def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
@@ -194,7 +224,8 @@ def declaration_text(hook: object) -> str:
     if isinstance(hook, Mapping):
         return "{" + ", ".join(f"{declaration_text(key)}: {declaration_text(its)}" for key, its in hook.items()) + "}"
     if is_dataclass(hook) and not isinstance(hook, type):
-        inside = ", ".join(f"{entry.name}={declaration_text(getattr(hook, entry.name))}" for entry in fields(hook))
+        there = [entry.name for entry in fields(hook) if hasattr(hook, entry.name)]
+        inside = ", ".join(f"{name}={declaration_text(getattr(hook, name))}" for name in there)
         return f"{type(hook).__qualname__}({inside})"
     return hook_name(hook)
 

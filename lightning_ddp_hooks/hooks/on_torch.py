@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.allreduce import AllReduce
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, phases_of
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
@@ -153,7 +153,7 @@ def run_phases(bound: BoundHook, bucket: GradBucket) -> Tensor:
         with torch.no_grad():
             bucket.buffer().mul_(1.0 / bucket.divisor)
         bucket.divisor = 1.0
-    phases = bound.reduce(bucket)
+    phases = phases_of(bound, bucket)
     while True:
         try:
             with torch.no_grad():

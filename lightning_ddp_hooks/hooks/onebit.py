@@ -43,6 +43,8 @@ class OneBit(CommHook):
     https://arxiv.org/abs/2102.02888.
     """
 
+    delayed_by = "start_iter"
+
     start_iter: int = 100
     block_size: int = 512
     error_feedback: bool = True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import BoundHook, Phases, Waitable, check_result, describe, is_done
+from lightning_ddp_hooks.hooks.contract import BoundHook, Phases, Waitable, check_result, describe, is_done, phases_of
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 
 
@@ -124,7 +124,7 @@ class _Task:
     def step(self) -> None:
         """Run the hook up to its next collective, or to its end."""
         if self._phases is None:
-            self._phases = self._owner.hook.reduce(self._bucket)
+            self._phases = phases_of(self._owner.hook, self._bucket)
         try:
             # Not in the generator, where it would reach into the code that runs between two phases.
             with torch.no_grad(), comm.counted_in(self._tally):

@@ -41,6 +41,8 @@ class PostLocalSGD(CommHook):
     Lin et al., "Don't use large mini-batches, use local SGD", 2020, https://arxiv.org/abs/1808.07217.
     """
 
+    delayed_by = "start_local_sgd_iter"
+
     start_local_sgd_iter: int = 100
     subgroup_size: int | None = None
     subgroups: Sequence[Sequence[int]] | None = None
@@ -69,14 +71,15 @@ class PostLocalSGD(CommHook):
     def bind(self, context: BindContext) -> BoundHook:
         """Make the subgroups, on all ranks."""
         if not self.post_local_gradient_allreduce:
-            return _BoundPostLocalSGD(self.start_local_sgd_iter, context, None)
+            return _BoundPostLocalSGD(self.start_local_sgd_iter, context, None, context.world_size)
         if self.subgroups is not None:
             parts = check_partition(self.subgroups, context.world_size)
         elif self.subgroup_size is not None:
             parts = equal_parts(self.subgroup_size, context.world_size)
         else:
             parts = same_host(context.control_group)
-        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, context.split_group(context.group, parts))
+        subgroup = context.split_group(context.group, parts)
+        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, subgroup, len(parts))
 
     def wire_bytes(self, numel: int, world_size: int, itemsize: int = 4) -> int:
         """Return how many bytes a rank sends to others for a bucket of ``numel`` elements.
@@ -90,9 +93,16 @@ class PostLocalSGD(CommHook):
 
 
 class _BoundPostLocalSGD(BoundHook):
+    """The subgroup that this rank is in, and the ranks before the switch.
+
+    Attributes:
+        subgroups: in how many parts the ranks average after the switch; with 1 of them, their models stay the same.
+    """
+
     name = "PostLocalSGD"
 
-    def __init__(self, start: int, context: BindContext, subgroup: comm.ProcessGroup | None) -> None:
+    def __init__(self, start: int, context: BindContext, subgroup: comm.ProcessGroup | None, subgroups: int) -> None:
+        self.subgroups = subgroups
         self._start = start
         self._step = context.step
         self._group = context.group

@@ -59,6 +59,8 @@ class PowerSGD(CommHook):
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook=PowerSGD(rank=2, start_iter=500)))
     """
 
+    delayed_by = "start_iter"
+
     rank: int = 1
     start_iter: int = 1000
     min_compression_rate: float = 2.0

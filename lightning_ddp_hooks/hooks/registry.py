@@ -15,7 +15,8 @@ SHORT_NAMES: dict[str, Callable[[], CommHook | None]] = {"allreduce": lambda: No
 
 def short_name(hook: CommHook) -> str | None:
     """Return the short name that stands for just this declaration, or None."""
-    return next((name for name, make in SHORT_NAMES.items() if make() == hook), None)
+    made = ((name, make()) for name, make in SHORT_NAMES.items())
+    return next((name for name, stands in made if type(stands) is type(hook) and stands == hook), None)
 
 
 def resolve_hook(hook: HookLike | None) -> CommHook | None:

@@ -25,6 +25,7 @@ from lightning_ddp_hooks.hooks.contract import (
     CommHook,
     Phases,
     check_result,
+    phases_of,
 )
 from lightning_ddp_hooks.optim.step import ShardedStep
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -200,7 +201,7 @@ class _BoundStep(BoundHook):
         if self._inner is None:
             yield comm.all_reduce(self._wires.pop(bucket.index(), storage), self._group)
         else:
-            result = yield from self._inner.reduce(bucket)
+            result = yield from phases_of(self._inner, bucket)
             result = bucket.buffer() if result is None else check_result(self.name, bucket, result)
             if result.data_ptr() != storage.data_ptr() or result.dtype != storage.dtype:
                 storage.copy_(result.reshape(-1))

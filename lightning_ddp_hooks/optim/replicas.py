@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.hooks.parts import parts_of
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
-from lightning_ddp_hooks.hooks.registry import resolve_hook
 
 _FUNCTIONS = {"noop_hook", "post_local_sgd_hook", "post_localSGD_hook"}
 
 
 def diverging_part(hook: CommHook | None) -> str | None:
     """Name a hook, or a part of it, that leaves ranks with different gradients; None if they all get the same."""
-    for part in _parts(hook):
+    for part in parts_of(hook):
         name = hook_name(part.hook) if isinstance(part, TorchHook) else type(part).__name__
         if isinstance(part, (Noop, PostLocalSGD)) or name in _FUNCTIONS:
             return name
@@ -39,19 +36,3 @@ def refuse_diverging(hook: CommHook | None) -> None:
     """
     if (name := diverging_part(hook)) is not None:
         raise ValueError(diverging_text(name))
-
-
-def _parts(value: object) -> Iterator[CommHook]:
-    """Find the hooks in a declaration, which may be made of others."""
-    if isinstance(value, CommHook):
-        yield value
-    if is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            part = getattr(value, entry.name)
-            undeclared = isinstance(part, (str, tuple, list))
-            if undeclared and entry.name in ("hook", "inner", "default"):
-                part = resolve_hook(part)
-            yield from _parts(part)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _parts(item)

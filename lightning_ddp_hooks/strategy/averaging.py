@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.checkpoint import require_trainer_checkpoint
@@ -52,9 +53,11 @@ class AveragingStrategy(UnevenStrategy):
 
     @property
     def _may_communicate(self) -> bool:
-        """Whether all ranks are where this one is; not while an exception is handled."""
+        """Whether all ranks are where this one is; not while an exception is handled, nor in one that only launches."""
+        if self._failed or not comm.is_initialized():
+            return False
         module = self.lightning_module
-        return not (self._failed or (module is not None and module.trainer.interrupted))
+        return module is None or not module.trainer.interrupted
 
     @property
     def _trains_alone(self) -> bool:

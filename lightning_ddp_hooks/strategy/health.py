@@ -24,6 +24,7 @@ from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
 from lightning_ddp_hooks.health.note import Whereabouts
 from lightning_ddp_hooks.health.replicas import check_replicas
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE
 from lightning_ddp_hooks.health.watch import Watch
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _runs = itertools.count()
+_REMEDY = " The callback `UnevenInputs` handles them."
 
 
 class HealthStrategy(LogsStrategy):
@@ -82,6 +84,7 @@ class HealthStrategy(LogsStrategy):
             store_host=comm.store_host(),
             exit_process=self._exit_process,
             patient=True,
+            likely_cause=lambda: LIKELY_CAUSE + _REMEDY if self._uneven is None else "",
         )
 
     def _whereabouts(self, thread: int) -> Whereabouts:

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
@@ -89,7 +88,7 @@ class OptimizerStrategy(AveragingStrategy):
 
     def _missing_optimizer_state(self) -> list[str]:
         """Say what a checkpoint that is saved now lacks."""
-        lacks = self._optimizers_sharded and not (self._may_communicate and comm.is_initialized())
+        lacks = self._optimizers_sharded and not self._may_communicate
         return ["the other ranks' parts of the optimizer state"] if lacks else []
 
     @override

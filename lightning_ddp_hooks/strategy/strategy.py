@@ -510,9 +510,10 @@ class DDPHooksStrategy(HealthStrategy):
             self._step_ended()
             weighs = self._weights is not None or self._uneven is not None
             if weighs and reducer.passes - passes != self._passes_in_backward:
+                cause = '`gradient_weighting="samples"` scales' if self._uneven is None else "UnevenInputs scales"
                 raise RuntimeError(
-                    '`gradient_weighting="samples"` and UnevenInputs scale the loss in `self.manual_backward(loss)`; '
-                    "with `loss.backward()` they would have no effect."
+                    f"{cause} the loss in `manual_backward`; with `loss.backward()` it would have no effect. Call "
+                    "`self.manual_backward(loss)` instead."
                 )
         elif output is None:
             # Lightning refuses None on several ranks; a constant stands for it until the ranks have agreed.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks.alike import alike_until, late_starts
 from lightning_ddp_hooks.hooks.allreduce import Noop
-from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text
+from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text, hook_name
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
 from lightning_ddp_hooks.hooks.registry import short_name
 
@@ -60,24 +61,34 @@ def declared(hook: CommHook | None, averager: ModelAverager | None, optimizer: o
 
 
 def brief(declaration: object) -> str:
-    """Describe a declaration by its values that are not the defaults."""
+    """Describe a declaration by its values that are not the defaults; long ones in part."""
     if isinstance(declaration, (list, tuple)):
-        return "[" + ", ".join(map(brief, declaration)) + "]"
+        more = f", ... ({len(declaration)} in all)" if len(declaration) > _SHOWN else ""
+        return "[" + ", ".join(map(brief, declaration[:_SHOWN])) + more + "]"
+    if isinstance(declaration, partial):
+        # A command line makes a class into a partial of a function of its own, with the class among the arguments.
+        called = next((value for value in declaration.args if isinstance(value, type)), declaration.func)
+        given = [f"{name}={brief(value)}" for name, value in declaration.keywords.items()]
+        return f"{hook_name(called)}({', '.join(given)})"
     if isinstance(declaration, torch.dtype) or not is_dataclass(declaration) or isinstance(declaration, type):
         return declaration_text(declaration)
     inside = []
     for entry in fields(declaration):
-        value = getattr(declaration, entry.name)
-        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
-        if entry.repr and (default is MISSING or _differs(value, default)):
+        value = getattr(declaration, entry.name, MISSING)
+        if entry.repr and value is not MISSING and _differs(value, entry):
             inside.append(f"{entry.name}={brief(value)}")
     return f"{type(declaration).__name__}({', '.join(inside)})"
 
 
-def _differs(value: object, default: object) -> bool:
+_SHOWN = 8
+
+
+def _differs(value: object, entry: Field[Any]) -> bool:
+    """Tell whether a value is another than its field's default; it is the user's, and may do anything when compared."""
     try:
-        return bool(value != default)
-    except (RuntimeError, ValueError):  # of a tensor or an array
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        return default is MISSING or bool(value != default)
+    except Exception:
         return True
 
 

@@ -110,7 +110,7 @@ KINDS: dict[str, Callable[[], tuple[Trainer, type[Net]]]] = {
         _trainer({"comm_hook": "fp16", "averager": PeriodicModelAverager(period=2, warmup_steps=1)}),
         Net,
     ),
-    "DiLoCo": lambda: (_trainer({"averager": DiLoCo(period=2, warmup_steps=1)}), Net),
+    "DiLoCo": lambda: (_trainer({"averager": DiLoCo(period=2, warmup_steps=1, comm_hook="int8")}), Net),
     "sharded optimizer": lambda: (_trainer({"optimizer_in_hook": OptimizerInHook(shard=True)}), Net),
     "uneven, monitor": lambda: (
         _trainer({}, callbacks=[UnevenInputs(), CommMonitor()], precision="64-true"),

@@ -211,7 +211,7 @@ def _options_of(cls: type) -> str:
         (["--trainer.max_epoch_s=3"], "closest: trainer.max_epochs, .*; accepted: trainer.accelerator, .*"),
         (
             ["--modle.lr=3"],
-            r"arguments: --modle.lr=3; (closest: .*; )?accepted: config, .*, trainer\.\*\n",
+            r"arguments: --modle.lr=3; (closest: .*; )?accepted: config, .*help, .*trainer\.\*\n",
         ),
         (["--config=wrong.yaml"], "'max_epoc'; closest: trainer.max_epochs, .*; accepted: "),
         (
@@ -258,6 +258,72 @@ def test_our_parser_lists_the_flags_of_a_subcommand(
 
     assert left.value.code == 2
     assert re.search("closest: trainer.max_epochs, .*; accepted: trainer.accelerator, ", capsys.readouterr().err)
+
+
+@takes_a_parser
+def test_each_of_several_wrong_flags_is_answered(command_line: Callable[..., LightningCLI], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        command_line("garbage", "--foo=1", "--trainer.max-epoch-s=-2", "-trainer.devises=3", parser_class=ListingParser)
+
+    *_, first, second, third = capsys.readouterr().err.splitlines()
+    assert re.search(r"; foo: accepted: config, .*, help, .*, print_config, seed_everything, trainer\.\*$", first)
+    assert second.startswith("  trainer.max_epoch_s: closest: trainer.max_epochs, ")
+    assert third.startswith("  trainer.devises: closest: trainer.devices; accepted: trainer.accelerator, ")
+
+
+@takes_a_parser
+@pytest.mark.parametrize("flags", [["--trainer.max_epochs=3", "fit"], ["--config=early.yaml", "fit"]], ids=str)
+def test_flags_before_the_subcommand_are_told_where_to_go(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("early.yaml").write_text("trainer: {max_epochs: 3}")
+    monkeypatch.setattr(sys, "argv", ["script", *flags])
+    with pytest.raises(SystemExit):
+        LightningCLI(Net, parser_class=ListingParser, save_config_callback=None)
+
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "; accepted before the subcommand: config, " in said
+    assert said.endswith("; all others go behind it, as in `fit --trainer.max_epochs ...`")
+
+
+@takes_a_parser
+@pytest.mark.parametrize(
+    ("flags", "last"),
+    [
+        ([STRATEGY, "--trainer.strategy.averager=SlowMo", "--trainer.strategy.averager.perod=3"],
+         "Option 'perod' is not accepted; closest: period; accepted: "),
+        (["--trainer.strategy=ddp_hooks", "--trainer.strategy.comm_hook=int8"],
+         "'ddp_hooks' is a name, which takes no arguments: to give some, name a class, such as DDPHooksStrategy."),
+        (["--trainer.strategy.comm_hook=int8"], "'auto' is a name, which takes no arguments: "),
+        ([STRATEGY, "--trainer.strategy.comm_hook=powersgd", "--trainer.strategy.comm_hook.rank=2"],
+         "'powersgd' is a short name, which takes no arguments: to give it some, name the class, PowerSGD."),
+        ([STRATEGY, "--trainer.strategy.comm_hook=PowerSDG", "--trainer.strategy.comm_hook.rank=2"],
+         "'PowerSDG' is no class that was imported; closest: PowerSGD"),
+        (["--trainer.callbacks=CommMonitr"], "'CommMonitr' is no class that was imported; closest: CommMonitor"),
+        (["--trainer.callbacks=lightning_ddp_hooks.callbacks.CommMonitr"],
+         "There is no 'CommMonitr' in lightning_ddp_hooks.callbacks; closest: CommMonitor"),
+        (["--config=beside.yaml"], "Beside `class_path` there may only be `init_args`, which holds the arguments."),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_the_last_line_says_what_to_do(
+    flags: list[str],
+    last: str,
+    command_line: Callable[..., LightningCLI],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hook = {"class_path": "lightning_ddp_hooks.hooks.PowerSGD", "rank": 3}
+    strategy = {"class_path": "lightning_ddp_hooks.DDPHooksStrategy", "init_args": {"comm_hook": hook}}
+    Path("beside.yaml").write_text(json.dumps({"trainer": {"strategy": strategy}}))
+    with pytest.raises(SystemExit) as left:
+        command_line(*flags, parser_class=ListingParser)
+
+    assert left.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(last)
 
 
 @takes_a_parser

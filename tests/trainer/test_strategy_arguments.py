@@ -92,6 +92,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"process_group_backend": 3}, TypeError, "`process_group_backend`, got 3"),
     ({"process_group_backend": "glo"}, ValueError, "got 'glo'; known are .*gloo, .*nccl"),
     ({"process_group_backend": "cpu:gloo,cuda:ncl"}, ValueError, "got 'cpu:gloo,cuda:ncl'; known are"),
+    ({"process_group_backend": " gloo"}, ValueError, "got ' gloo'; known are"),
+    ({"process_group_backend": "gloo,nccl"}, ValueError, "one for each kind of device, .* got 'gloo,nccl'"),
+    ({"process_group_backend": "cpu:gloo, cuda:gloo"}, ValueError, "one for each kind of device"),
+    ({"process_group_backend": "cup:gloo"}, ValueError, "one for each kind of device"),
+    ({"process_group_backend": "cpu:gloo,cpu:nccl"}, ValueError, "one for each kind of device"),
     ({"bucket_cap": 25}, TypeError, "bucket_cap"),
     ({"ddp_comm_state": object()}, ValueError, "need `ddp_comm_hook`"),
     ({"ddp_comm_wrapper": fp16_compress_wrapper}, ValueError, "need `ddp_comm_hook`"),
@@ -397,6 +402,7 @@ if __name__ == "__main__":
     assert trainer.strategy.launcher is not None
     module = make_module(Net)
     trainer.fit(module)
+    trainer.save_checkpoint(path + ".ckpt")  # by the ranks, or the one process that has started them
     if trainer.is_global_zero:
         torch.save(state_of(module), path)
 """
@@ -421,6 +427,8 @@ def test_launchers_start_the_processes_themselves(name: str, tmp_path: Path) -> 
 
     assert done.returncode == 0, done.stderr
     state: State = torch.load(tmp_path / "state.pt", weights_only=True)
+    saved = torch.load(tmp_path / "state.pt.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[key].float(), tensor.float()) for key, tensor in state.items())
     for key, tensor in fit(Net, "auto", EXACT).items():
         # Trained in float64, but spawned processes give the weights back to a module of float32.
         torch.testing.assert_close(state[key].float(), tensor.float())

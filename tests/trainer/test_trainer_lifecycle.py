@@ -36,6 +36,8 @@ from trainer_runs import (
 )
 
 from lightning_ddp_hooks import DDPHooksStrategy
+from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager
+from lightning_ddp_hooks.hooks import Cast, PowerSGD
 from lightning_ddp_hooks.reducer.bucket import Bucket
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
@@ -408,7 +410,13 @@ NOTHING = {"hooks": 0, "groups": 0, "reducers": 0, "shared gradients": 0}
         (Net, {"gradient_weighting": "samples"}),
         (Net, {"find_unused_parameters": True}),
         (Manual, {}),
+        # Hooks that make groups of their own, in each place that binds them.
+        (Net, {"comm_hook": "int8"}),
+        (Net, {"averager": DiLoCo(period=2, comm_hook="int8")}),
+        (Net, {"averager": DiLoCo(period=2, comm_hook=Cast(PowerSGD(rank=1)))}),
+        (Net, {"averager": HierarchicalModelAverager(period_group_size_dict={1: 2})}),
     ],
+    ids=str,
 )
 def test_a_fit_leaves_nothing_behind(module_class: type[Net], settings: dict[str, Any]) -> None:
     assert run_ranks(leftovers, module_class, settings) == [NOTHING] * 2
