@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,6 +38,7 @@ from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.outputs import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.strategy.sent import SentInAStep
 
 _CLOSED = (
     "This model's parameters belong to a model that was set up later: use what that `fabric.setup(...)` returned; "
@@ -59,6 +60,7 @@ class ModelRun:
         reducer: reduces the gradients.
         driver: steps the optimizers, with ``optimizer_in_hook``.
         hook: what reduces the gradients; None for the mean.
+        sent: who says what a step sends; None where nobody does.
         step: the training step that comes next; see [Note: when a step ends].
     """
 
@@ -80,6 +82,7 @@ class ModelRun:
             agree_on=settings.to_agree_on(),
         )
         self.reducer.on_pass = self._backward_begins
+        self.sent: SentInAStep | None = None
         self.closed = False
         self._sync = True
         self._awaits_backward = False
@@ -262,6 +265,8 @@ class ModelRun:
         every = self._settings.check_replicas_every_n_steps
         if every and self.step % every == 0:
             self._check_replicas(f"by the end of step {self.step - 1}")
+        if self.sent is not None and (text := self.sent.step_ended(self.step)) is not None:
+            rank_zero_info(text)
 
     def follow_loss_scale(self, scale: float) -> None:
         """Have the hook's memory follow the scale of the loss, which is that of the gradients."""
@@ -396,6 +401,8 @@ class ModelRun:
             return
         self.closed = True
         self._early.close()
+        if self.sent is not None:
+            self.sent.close()
         if self._nonfinite is not None:
             self._nonfinite.close()
         if self._averaging is not None:

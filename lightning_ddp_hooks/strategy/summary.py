@@ -15,6 +15,7 @@ from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text, hook_name
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
 from lightning_ddp_hooks.hooks.registry import short_name
+from lightning_ddp_hooks.traffic import sent_by_rank
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
@@ -39,8 +40,7 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
         sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
     instead = " and ".join(label for label in ("hook", "averager") if parts.get(label) is not None)
     sends = f", without {instead}, would send" if instead else " sends"
-    # A ring all-reduce; see Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
-    sent = 2 * (ranks - 1) / ranks * total
+    sent = sent_by_rank("all_reduce", total, ranks)
     lines = {
         "gradients": f"{mib(total)} of {facts['num_parameter_tensors']} parameters, in {sizes}",
         "all-reduce": f"of them{sends} {mib(sent)} from each rank",
