@@ -1,5 +1,6 @@
 """The advisor: what is recommended, profiles and buckets, and the costs of hooks against what they must send."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,19 @@ def test_plain_allreduce_is_recommended_where_it_waits_for_next_to_nothing() -> 
 def test_plain_allreduce_is_recommended_where_nothing_that_is_accepted_helps() -> None:
     advice = advise([_option("mean", "none", 1.0, 0.5), _option("int8", "rounding", 0.97)])
     assert advice.option.name == "mean"
-    assert "none of the accepted options saves enough" in advice.because
+    assert "saves enough of it: int8, the fastest one, saves 30.0 ms, less than 5% of the step" in advice.because
+    for options, reason in (
+        ([_option("int8", "rounding", 1.2)], "none of the accepted options is faster"),
+        ([_option("topk", "approximation", 0.9)], "no other option was asked about"),
+    ):
+        assert reason in advise([_option("mean", "none", 1.0, 0.5), *options]).because
 
 
 def test_a_fraction_of_a_millisecond_is_no_reason_to_change_anything() -> None:
     options = [_option("mean", "none", 0.0027, 0.001), _option("int8", "rounding", 0.0018)]
-    assert advise(options).option.name == "mean"
+    advice = advise(options)
+    assert advice.option.name == "mean"
+    assert "int8, the fastest one, saves less than 1 ms" in advice.because
     assert advise([_option("mean", "none", 0.0029, 0.001), options[1]]).option.name == "int8"
 
 
@@ -83,6 +91,14 @@ def test_the_table_is_aligned_and_fastest_first() -> None:
     assert [line.split()[0] for line in lines] == ["hook", "----", "int8", "mean"]
     assert lines[2].split()[1:3] == ["1000", "0.50"]
     assert len({line.index("effect of") for line in lines[2:]}) == 1
+
+
+def test_the_table_has_bucket_sizes_only_where_they_make_a_difference() -> None:
+    options = [_option("mean", "none", 2.0), _option("int8", "rounding", 1.0)]
+    assert "buckets MB" in table(options)
+    lines = table([replace(option, bucket_cap_mb=None) for option in options]).split("\n")
+    assert lines[0].endswith("memory MB  what it changes")
+    assert lines[2].endswith("effect of int8")
 
 
 def test_numbers_are_shown_with_three_digits() -> None:

@@ -13,6 +13,7 @@ from lightning_ddp_hooks.monitor.cost_model import (
 from lightning_ddp_hooks.monitor.link_model import (
     Link,
     Network,
+    bandwidth_text,
     link_of_ring,
     parse_bandwidth,
     parse_latency,
@@ -95,6 +96,17 @@ def test_the_link_is_found_again_from_two_all_reduces() -> None:
 )
 def test_bandwidths_are_read(text: str, value: float) -> None:
     assert parse_bandwidth(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "text"),
+    [
+        ("1gbit", "1 Gbit/s"), ("100mbit", "100 Mbit/s"), ("12.5GB/s", "100 Gbit/s"), ("2.5gbit", "2.5 Gbit/s"),
+        ("56kbit", "56 kbit/s"), ("1.2345gbit", "1.23 Gbit/s"), ("999.9mbit", "1 Gbit/s"), ("400GB/s", "3,200 Gbit/s"),
+    ],
+)  # fmt: skip
+def test_bandwidths_are_written_as_they_are_sold(bandwidth: str, text: str) -> None:
+    assert bandwidth_text(parse_bandwidth(bandwidth)) == text
 
 
 @pytest.mark.parametrize(("text", "value"), [("0.1ms", 1e-4), ("50us", 5e-5), ("2 s", 2.0)])

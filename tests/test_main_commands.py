@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import logging
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from lightning_ddp_hooks.__main__ import main
+from lightning_ddp_hooks.__main__ import _parser, main
 
 MODULES = """
+import logging
+
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
@@ -26,6 +30,9 @@ class Module(LightningModule):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
+
+    def on_train_start(self):
+        logging.getLogger("lightning.pytorch.module").warning("a warning of the module")
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -120,6 +127,42 @@ def test_advise_prints_a_table_a_recommendation_and_yaml(capsys: pytest.CaptureF
     assert "Recommendation: int8." in text
     assert "comm_hook: int8" in text
     assert f"If you can accept more than --accept rounding: {figures['beyond']}" in text
+    assert "4 ranks, 1 Mbit/s, 0.1 ms" in text
+    # 20 kB make one bucket whatever its limit.
+    assert "bucket_cap_mb" not in text
+    assert {option["bucket_cap_mb"] for option in figures["options"]} == {None}
+
+
+def _bench_commands(text: str) -> list[list[str]]:
+    """Find the commands that advise proposes, one that starts processes and one for torchrun."""
+    lines = [line.strip() for line in text.splitlines() if "-m lightning_ddp_hooks bench" in line]
+    return [shlex.split(line.partition("-m lightning_ddp_hooks ")[2]) for line in lines]
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "asked_about.wide", "--data", "asked_about.Data"],
+        ["--config", "my config.yaml", "--batch", "asked_about.batch", "--latency", "1ms", "--bucket-caps", "0.01"],
+    ],
+    ids=["model", "config"],
+)
+def test_advise_proposes_a_bench_that_is_accepted(
+    words: list[str], capsys: pytest.CaptureFixture[str], modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonargparse")
+    (modules / "my config.yaml").write_text("model:\n  class_path: asked_about.Module\n  init_args:\n    width: 1024\n")
+    assert main([*PREDICTED, *words]) == 0
+    here, on_hosts = _bench_commands(capsys.readouterr().out)
+    expected = _parser().parse_args(["bench", *words[:4], "--steps", "2", "--hooks", "allreduce", "--device", "cpu"])
+    expected.bucket_cap_mb = 0.01 if "--config" in words else 25.0
+    assert _parser().parse_args(on_hosts) == expected
+    expected.processes = min(4, max(2, os.cpu_count() or 1))
+    assert _parser().parse_args(here) == expected
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as under torchrun, which starts the processes
+    assert main([*PREDICTED, *words]) == 0
+    assert _bench_commands(capsys.readouterr().out) == [on_hosts]
 
 
 @pytest.mark.trainer
@@ -210,13 +253,19 @@ def test_advise_without_a_network_asks_for_one(capsys: pytest.CaptureFixture[str
 # ---------------------------------------------------------------------- bench, doctor
 
 
-def _on_rank(*words: str) -> str:
-    """Run a command as one of the ranks that torchrun has started; return what it printed."""
+def _on_rank(*words: str) -> tuple[str, list[str]]:
+    """Run a command as one of the ranks that torchrun has started; return what it printed and what was logged."""
     sys.path.insert(0, os.getcwd())
     output = io.StringIO()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    lightning = logging.getLogger("lightning.pytorch")
+    lightning.addHandler(handler)
     with contextlib.redirect_stdout(output):
         assert main(list(words)) == 0
-    return output.getvalue()
+    lightning.info("again as before")
+    return output.getvalue(), logged
 
 
 @pytest.mark.ranks
@@ -225,9 +274,11 @@ def test_bench_measures_on_the_ranks_of_torchrun() -> None:
     words = ["--model", "asked_about.Module", "--batch", "asked_about.batch", "--steps", "2", "--device", "cpu"]
     hooks = ["allreduce", "int8", "periodic-8"]
     arguments = ["bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json"]
-    first, second = run_ranks(_on_rank, *arguments)
+    (first, logged), (second, _) = run_ranks(_on_rank, *arguments)
     assert "2 ranks" in first
     assert not second
+    # Of each fit nothing but warnings, so that the table is not buried.
+    assert logged == [*["a warning of the module"] * len(hooks), "again as before"]
     figures = json.loads(Path("figures.json").read_text())
     assert figures["world_size"] == 2
     assert set(figures["seconds"]) == set(hooks)
@@ -242,7 +293,7 @@ def test_doctor_examines_this_machine_and_its_ranks() -> None:
     for expected in ("versions python", "messages each rank reaches each other one (gloo)", "ranks 2 on 1 host(s)"):
         assert any(subject.startswith(expected) for subject in subjects), text
     assert "clocks" in text
-    assert "Gbit/s" in text
+    assert "bit/s, " in text
 
 
 def test_bench_and_doctor_do_not_start_processes_under_torchrun(

@@ -79,6 +79,39 @@ def test_a_staged_bucket_is_done_when_its_last_collective_is(second_tells: bool,
     assert step.buckets[0].done == done
 
 
+def test_what_hooks_compute_in_a_wait_is_told_from_the_waiting() -> None:
+    run = Watched()
+    buckets, tasks = [FakeBucket(0), FakeBucket(1)], [FakeTask(), FakeTask()]
+
+    def goes_on(task: FakeTask, now: float, then: str) -> None:
+        run.clock.now = float(now)
+        told = getattr(task, then)
+        assert told is not None
+        told(*([object()] if then == "on_collective" else []))
+
+    run.at(0, "begin_step", 0)
+    run.at(1, "pass_opened")
+    for bucket, task in zip(buckets, tasks, strict=True):
+        task.collective = object()
+        run.launch(bucket, 2 + bucket.index(), 2.5 + bucket.index(), task)
+    run.clock.tells[0](3.25)
+    goes_on(tasks[0], 3.75, "on_collective")  # in the backward, while another bucket is launched: not in a wait
+    run.at(5, "wait_begins")
+    run.clock.tells[2](5.5)  # the second collective of bucket 0: its hook ends from here to 6
+    goes_on(tasks[0], 6, "on_finished")
+    run.clock.tells[1](5.75)  # of bucket 1, whose hook had to wait for its turn until 6
+    goes_on(tasks[1], 6.5, "on_collective")
+    goes_on(tasks[1], 9, "on_finished")  # whose collective did not tell when it was done: that stays waiting
+    for bucket in buckets:
+        run.at(9, "bucket_done", bucket.index(), bucket.buffer())
+    run.at(9, "wait_ended")
+    run.at(9, "pass_ended")
+    [step] = run.at(10, "end_step")
+
+    assert step.waits == ((5, 9),)
+    assert step.hook_work == ((5.5, 6), (6, 6.5))
+
+
 def test_several_backwards_and_waits_make_one_step() -> None:
     run = Watched()
     bucket = FakeBucket(0)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -79,7 +80,8 @@ def test_a_trace_has_a_lane_for_compute_and_one_for_each_bucket() -> None:
 
 
 def test_spans_of_a_lane_nest() -> None:
-    spans = [e for e in build_trace(sample_steps(3))["traceEvents"] if e["ph"] == "X"]
+    steps = [*sample_steps(3), replace(sample_steps(4)[3], hook_work=((0.681, 0.685), (0.69, 0.7)))]
+    spans = [e for e in build_trace(steps)["traceEvents"] if e["ph"] == "X"]
     for lane in {span["tid"] for span in spans}:
         stack: list[float] = []
         ordered = sorted((s for s in spans if s["tid"] == lane), key=lambda s: (s["ts"], -s["dur"]))
@@ -112,13 +114,19 @@ def test_figures_have_three_digits(text: str, expected: str) -> None:
     assert text == expected
 
 
-def step_with(*buckets: tuple[float, float], wait: float) -> StepTiming:
-    """A step of 100 ms with a backward from 20 to 80 ms; each bucket is launched and done at the given ms."""
+def step_with(
+    *buckets: tuple[float, float], wait: float, hook: float = 0.0, late: tuple[float, float] = (0, 0)
+) -> StepTiming:
+    """A step of 100 ms with a backward from 20 to 80 ms; each bucket is launched and done at the given ms.
+
+    A hook computes for ``hook`` ms before each launch, and in the interval ``late`` of the wait.
+    """
     timings = tuple(
-        BucketTiming(i, (f"p{i}",), 100, 100, launched / 1e3, launched / 1e3, done / 1e3)
+        BucketTiming(i, (f"p{i}",), 100, 100, (launched - hook) / 1e3, launched / 1e3, done / 1e3)
         for i, (launched, done) in enumerate(buckets)
     )
-    return StepTiming(0, 0.0, 0.02, 0.08, 0.1, timings, wait / 1e3)
+    work = ((late[0] / 1e3, late[1] / 1e3),) if late[1] else ()
+    return StepTiming(0, 0.0, 0.02, 0.08, 0.1, timings, wait / 1e3, hook_work=work)
 
 
 @pytest.mark.parametrize(
@@ -134,27 +142,62 @@ def step_with(*buckets: tuple[float, float], wait: float) -> StepTiming:
         (step_with((40, 84), (70, 86), (78, 89), wait=9), "82% of the communication hides"),
         (step_with((79, 95), wait=15), "all gradients share one bucket: waiting takes 15.0 ms"),
         (step_with((79, 88), (80, 95), wait=15), "Little of the communication hides"),
+        (step_with((40, 60), (70, 82), wait=15), "except for what follows the last bucket (results written back"),
+        (step_with((40, 60), (70, 82), wait=15, late=(82, 95)), "except for what the hook computes after it: waiting"),
         (step_with(wait=0), "Replicas trained on their own"),
     ],
 )
 def test_the_headline_says_what_was_waited_for(step: StepTiming, sentence: str) -> None:
-    assert sentence in headline(step, Summary.of([step], 2), 2)
+    assert sentence in headline([step], Summary.of([step], 2), 2)
 
 
 def test_one_rank_has_nobody_to_talk_to() -> None:
     step = step_with((40, 60), wait=0)
 
-    assert "one rank" in headline(step, Summary.of([step], 1), 1)
+    assert "one rank" in headline([step], Summary.of([step], 1), 1)
 
 
 def test_advice_bounds_the_gain() -> None:
     step = step_with((40, 60), (75, 90), wait=10)
 
-    text = advice(step, Summary.of([step], 2), 2)
+    text = advice([step], Summary.of([step], 2), 2)
     assert "at most 10% shorter. The largest part of the step is the backward (60%)" in text
     assert "smaller buckets" in text
     quiet = step_with((40, 60), (70, 80.5), wait=0.5)
-    assert "little to gain" in advice(quiet, Summary.of([quiet], 2), 2)
+    assert "little to gain" in advice([quiet], Summary.of([quiet], 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("step", "has_hook", "expected"),
+    [
+        (step_with((40, 60), (75, 85), wait=5, hook=10), True,
+         "at most 25% shorter. The largest part of the step is the backward (40%). The hook itself takes 20.0 ms of a "
+         "step, more than the 5.00 ms of pure waiting: try larger buckets (`bucket_cap_mb`), a cheaper hook or none."),
+        (step_with((75, 85), wait=5, hook=10), True, "than the 5.00 ms of pure waiting: try a cheaper hook or none."),
+        (step_with((40, 60), (75, 85), wait=19, late=(81, 99)), True, "The hook itself takes 18.0 ms of a step"),
+        (step_with((40, 60), (75, 76), wait=0, hook=10), False,
+         "Starting to communicate takes 20.0 ms of a step, more than the 0 us of pure waiting: larger buckets"),
+        (step_with((75, 76), wait=0, hook=10), False, "a hook would not shorten that"),
+        (step_with((40, 95), (75, 96), wait=16, hook=5), True,
+         "a hook that sends less than this one, if it computes no longer (10.0 ms of a step) would shorten that."),
+        (step_with((40, 95), (75, 96), wait=16), False, "can hide: a hook that sends less would shorten that."),
+        (step_with((40, 60), (70, 82), wait=15), True, "other buckets or hooks would not help"),
+        (step_with((79, 95), wait=15), False, "Buckets smaller than the model"),
+    ],
+)  # fmt: skip
+def test_advice_weighs_what_a_hook_costs(step: StepTiming, has_hook: bool, expected: str) -> None:
+    assert expected in advice([step], Summary.of([step], 2), 2, has_hook=has_hook)
+
+
+def test_larger_buckets_are_advised_only_where_the_limit_closes_them() -> None:
+    step = step_with((40, 60), (75, 85), wait=5, hook=10)  # two buckets of 100 bytes
+
+    def advised(cap: int, *, has_hook: bool = True) -> str:
+        return advice([step], Summary.of([step], 2), 2, has_hook=has_hook, bucket_cap_bytes=cap)
+
+    assert "larger buckets" in advised(100)
+    assert advised(101).endswith("try a cheaper hook or none.")
+    assert "a hook would not shorten that" in advised(101, has_hook=False)
 
 
 def test_a_summary_of_steps() -> None:
@@ -220,6 +263,55 @@ def test_the_page_is_whole_and_needs_nothing_from_outside() -> None:
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which nobody fetches
     assert "url(" not in page
     assert "@import" not in page
+
+
+def _waits_in_table(page: str) -> dict[str, str]:
+    """Read what each line of the table of buckets says was waited for."""
+    table = page.partition("<h2>Buckets</h2>")[2].partition("</table>")[0]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    return {re.sub("<[^>]*>", "", row[0] or row[1]): row[7] for row in rows}
+
+
+def test_headline_and_table_agree_on_what_is_waited_for() -> None:
+    # Every other step waits for the other bucket, so that the median wait for each one is zero.
+    first, second = step_with((40, 90), (50, 60), wait=10), step_with((40, 60), (50, 90), wait=10)
+    record = sample_record([first, second] * 10)
+    page = build_report(record)
+    assert "waiting takes 10.0 ms" in page
+    assert _waits_in_table(page) == {"0": "5.00 ms", "1": "5.00 ms"}
+    page = build_report(sample_record([first, second, first, first] * 5))
+    assert "except for bucket 0: waiting takes 10.0 ms" in page
+    assert _waits_in_table(page) == {"0": "7.50 ms", "1": "2.50 ms"}
+    page = build_report(sample_record([step_with((40, 60), (70, 82), wait=15, late=(82, 92))]))
+    assert _waits_in_table(page) == {
+        "0": "0 us", "1": "2.00 ms", "the hook computes": "10.0 ms", "no bucket in flight": "3.00 ms",
+    }  # fmt: skip
+    assert "Together 15.0 ms" in page
+
+
+def test_the_charts_say_which_backward_contains_the_hook() -> None:
+    steps = [step_with((40, 60), (75, 90), wait=15, hook=10, late=(90, 95))]
+    record = sample_record(steps)
+    text = " ".join(parse(build_report(record)).text)
+    assert "backward with launching 60.0 ms" in text
+    assert "hook, launching" not in text
+    record.has_hook = True
+    text = " ".join(parse(build_report(record)).text)
+    assert "backward with hook 60.0 ms" in text
+    for label in (
+        "backward alone 40.0 ms",
+        "hook, launching 25.0 ms",
+        "waits with hook 15.0 ms",
+        "waiting alone 10.0 ms",
+    ):
+        assert label in text, label
+
+
+def test_the_chart_over_steps_has_the_median_of_the_typical_ones() -> None:
+    odd = [step_with((40, 95), wait=15)] * 9  # of another layout, as before the buckets are laid out
+    text = " ".join(parse(build_report(sample_record([*odd, *sample_steps(10)]))).text)
+    assert "waiting takes 14.0 ms" in text
+    assert "median 14.0 ms" in text
 
 
 def test_names_are_text_wherever_they_come_from() -> None:

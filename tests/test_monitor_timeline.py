@@ -1,6 +1,7 @@
 """The arithmetic of a step's times, on steps worked out by hand."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,7 +22,10 @@ from lightning_ddp_hooks.monitor.timeline import (
     overlap,
     phases,
     ring_bytes,
+    subtract,
+    typical_phases,
     typical_steps,
+    typical_waiting,
     union,
 )
 
@@ -66,6 +70,37 @@ def test_a_step_divides_into_phases_that_add_up_to_it() -> None:
     assert parts == Phases(forward=4.0, backward=6.0 - 1.25, hook=1.25, wait=2.5, rest=1.5)
     assert parts.forward + parts.backward + parts.hook + parts.wait + parts.rest == STEP.duration == 14.0
     assert hook_time(STEP) == 1.25
+
+
+def test_what_a_hook_computes_in_the_wait_is_no_waiting() -> None:
+    # Bucket 0 is between two collectives from 20 to 20.5, and the hook ends with bucket 2 from 22 to 22.25.
+    step = replace(STEP, hook_work=((20.0, 20.5), (22.0, 22.25)))
+
+    assert exposed_by_bucket(step) == (0.0, 0.5, 1.0)
+    assert hook_time(step) == 1.25 + 0.75
+    assert phases(step) == Phases(forward=4.0, backward=6.0 - 1.25, hook=1.25 + 0.75, wait=2.5 - 0.75, rest=1.5)
+    assert overlap(step) == overlap(STEP)
+
+
+def test_the_parts_of_a_typical_wait_add_up_where_steps_wait_for_different_buckets() -> None:
+    def waits_for(first: float, second: float, *, hook: float = 0.0, after: float = 0.0) -> StepTiming:
+        end = 20 + first + second + hook
+        buckets = bucket(0, 16, 17, 20 + first), bucket(1, 18, 19, 20 + first + second)
+        return make_step(*buckets, wait=first + second + hook + after, hook_work=((end - hook, end),))
+
+    steps = [waits_for(2, 0), waits_for(0, 2), waits_for(0, 2), waits_for(2, 0), waits_for(0, 4), waits_for(0.5, 0)]
+    waiting = typical_waiting(steps)
+    assert (waiting.total, waiting.buckets, waiting.hook, waiting.after) == (2.0, (1.0, 1.0), 0.0, 0.0)
+    waiting = typical_waiting([waits_for(1, 2, hook=1, after=0.5)])
+    assert (waiting.total, waiting.buckets, waiting.hook, waiting.after) == (4.5, (1.0, 2.0), 1.0, 0.5)
+    waiting = typical_waiting([make_step()])
+    assert (waiting.total, waiting.buckets, waiting.hook, waiting.after) == (0.0, (), 0.0, 0.0)
+
+
+def test_typical_phases_are_medians() -> None:
+    steps = [make_step(bucket(0, 15, 15 + hook, 19), finished=24 + hook) for hook in (0.0, 1.0, 3.0)]
+
+    assert typical_phases(steps) == Phases(forward=4.0, backward=5.0, hook=1.0, wait=0.0, rest=5.0)
 
 
 def test_a_step_with_two_backwards_waits_twice() -> None:
@@ -138,8 +173,11 @@ def test_unions_and_intersections_cover_what_they_should() -> None:
             for _ in range(2)
         )
         joined, both = union(first + second), intersect(first, second)
+        left = subtract(first, second)
         assert _covered(joined, instants) == _covered(first + second, instants)
         in_first, in_second = _covered(first, instants), _covered(second, instants)
         assert _covered(both, instants) == [a and b for a, b in zip(in_first, in_second, strict=True)]
+        assert _covered(left, instants) == [a and not b for a, b in zip(in_first, in_second, strict=True)]
+        assert length(left) + length(both) == length(first)
         assert length(joined) == sum(_covered(joined, instants))
         assert all(a[1] < b[0] for a, b in pairwise(joined))

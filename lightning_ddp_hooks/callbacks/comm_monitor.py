@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.hooks.contract import declaration_text
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.metrics import step_metrics
 from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
@@ -141,6 +140,8 @@ class CommMonitor(Callback):
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts=_facts(trainer, strategy, backend),
+            has_hook=strategy._bound_hook is not None,
+            bucket_cap_bytes=strategy.reducer.stats()["bucket_cap_bytes"],
         )
         self._unlogged = []
         self._steps_seen = trainer.global_step
@@ -211,6 +212,8 @@ class CommMonitor(Callback):
         recorder, record = self._recorder, self.record
         if recorder is None or record is None:
             return
+        strategy: Any = trainer.strategy
+        record.bucket_cap_bytes = strategy.reducer.stats()["bucket_cap_bytes"]  # "auto" has chosen by now
         self._detach(trainer)
         record.add(recorder.settle())
         record.ranks = comm.all_gather_object(
@@ -265,26 +268,24 @@ class CommMonitor(Callback):
 
 def _facts(trainer: pl.Trainer, strategy: DDPHooksStrategy, backend: str) -> dict[str, str]:
     """Say what runs, for the head of the report."""
+    from lightning_ddp_hooks.strategy.summary import declared  # whose package imports this one
+
+    hook = strategy._hook if strategy._fit_hook is None else strategy._fit_hook
+    bound = strategy._bound_hook
+    # As at the start of the fit.
+    texts = declared(hook, strategy._averager, None)
     device = strategy.root_device
     facts = {
         "model": type(trainer.lightning_module).__name__,
-        "hook": _hook_text(strategy),
-        "averager": declaration_text(strategy._averager),
+        "hook": texts["hook"] or ("mean all-reduce" if bound is None else bound.name),
+        "averager": texts["averager"],
         "ranks": f"{trainer.world_size} ({backend})",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precision": str(trainer.precision),
         "reducer": str(strategy.stats()["backend"]),
         "torch": torch.__version__,
     }
-    if strategy._averager is None:
-        del facts["averager"]
-    return facts
-
-
-def _hook_text(strategy: DDPHooksStrategy) -> str:
-    if strategy._hook is not None:
-        return declaration_text(strategy._hook)
-    return "mean all-reduce" if strategy._bound_hook is None else strategy._bound_hook.name
+    return {name: text for name, text in facts.items() if text is not None}
 
 
 def _finite(value: Any) -> Any:

@@ -13,13 +13,15 @@ import torch
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.cli import network as network_options
 from lightning_ddp_hooks.cli import target as target_options
+from lightning_ddp_hooks.cli.bench_command import STEPS, bench_text
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.compute import measure_compute
-from lightning_ddp_hooks.cli.hook_cost import measure_hooks
+from lightning_ddp_hooks.cli.hook_cost import MIB, measure_hooks
 from lightning_ddp_hooks.monitor.advisor import CHANGES, Advice, Option, advise, mb_text, ms_text, table
 from lightning_ddp_hooks.monitor.cost_model import predict, predict_averaging
-from lightning_ddp_hooks.monitor.link_model import Link, Network
+from lightning_ddp_hooks.monitor.link_model import Link, Network, bandwidth_text
 from lightning_ddp_hooks.monitor.profile import BackwardProfile, slowest
+from lightning_ddp_hooks.reducer.config import DEFAULT_CAP_MB
 
 DESCRIPTION = """\
 Predict a training step of your LightningModule with each communication hook on your network, and recommend one.
@@ -58,7 +60,8 @@ def add_shared_arguments(group: Any) -> None:
     """Add the options that `bench` has too."""
     group.add_argument("--hooks", nargs="+", choices=list(CANDIDATES), default=list(DEFAULT), metavar="NAME",
                        help=f"of {', '.join(CANDIDATES)} (default: {' '.join(DEFAULT)})")  # fmt: skip
-    group.add_argument("--steps", type=positive_int, default=12, metavar="N", help="steps to measure (default: 12)")
+    group.add_argument("--steps", type=positive_int, default=STEPS, metavar="N",
+                       help=f"steps to measure (default: {STEPS})")  # fmt: skip
     group.add_argument("--device", choices=["cpu", "cuda"],
                        help="where to train (default: cuda if there is one)")  # fmt: skip
     group.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -115,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) == 0:
         advice = advise(options, args.accept)
         print(_text(target.name, profile, network, world_size, link is not None, options, advice, args), flush=True)
+        print(f"\n{bench_text(args, advice.option.bucket_cap_mb, world_size, device)}", flush=True)
         if args.json is not None:
             figures = {
                 "profile": profile.as_dict(),
@@ -157,8 +161,10 @@ def predict_options(
                 size: predict(profile.compute_step(buckets), cost, network, world_size, on_stream=device.type == "cuda")
                 for size, (buckets, cost, _) in costs[name].items()
             }
-            cap = min(by_cap, key=lambda size: by_cap[size].step)
-            predicted, memory = by_cap[cap], costs[name][cap][2]
+            best = min(by_cap, key=lambda size: by_cap[size].step)
+            predicted, memory = by_cap[best], costs[name][best][2]
+            # Where nothing reaches either limit, the buckets are those of the default: there is nothing to set.
+            cap = None if profile.gradient_bytes <= min(best, DEFAULT_CAP_MB) * MIB else best
         options.append(
             Option(
                 name=name, change=candidate.change, effect=candidate.effect, yaml=candidate.yaml(cap),
@@ -178,7 +184,7 @@ def _text(
         f"{name}: {mb_text(profile.gradient_bytes)} MB of gradients in {len(profile.names)} tensors",
         f"step without communication: {ms_text(profile.seconds)} ms (backward {ms_text(profile.backward)} ms), "
         f"measured over {profile.steps} steps",
-        f"network: {world_size} ranks{hosts}, {8 * link.bandwidth / 1e9:.3g} Gbit/s, {1e3 * link.latency:.3g} ms, "
+        f"network: {world_size} ranks{hosts}, {bandwidth_text(link.bandwidth)}, {1e3 * link.latency:.3g} ms, "
         f"{network.algorithm}; {'measured' if measured else 'as given'}",
         "",
         table(options),
@@ -196,5 +202,4 @@ def _text(
             "",
             advice.beyond.yaml,
         ]
-    lines += ["", "These are predictions. `python -m lightning_ddp_hooks bench` measures, with the same options."]
     return "\n".join(lines)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with world(device) as group:
+    with world(device) as group, _warnings_only():
         seconds: dict[str, list[float]] = {name: [] for name in args.hooks}
         for turn in range(args.rounds):  # there and back, so that a drift of the machine meets all alike
             for name in args.hooks if turn % 2 == 0 else reversed(args.hooks):
@@ -98,6 +101,20 @@ def start_processes(count: int) -> int:
         arguments.append(word)
     sys.stdout.flush()
     os.execve(sys.executable, [*command, "-m", "lightning_ddp_hooks", *arguments], environment)
+
+
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """Leave out what every fit says about devices, hook and buckets, which would bury the table; warnings stay."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 class _StepTimer(Callback):

@@ -17,6 +17,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.cli.advise import device_of, positive_int
 from lightning_ddp_hooks.cli.bench import start_processes
 from lightning_ddp_hooks.cli.network import measure_link, world
+from lightning_ddp_hooks.monitor.link_model import bandwidth_text
 from lightning_ddp_hooks.reducer.backend import BUILD_COMMAND
 from lightning_ddp_hooks.reducer.native import build
 
@@ -161,7 +162,7 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
     link = measure_link(group, device)
     slow = 8 * link.bandwidth < 2e9
     hint = "; slow: ask `advise` which hook helps" if slow else ""
-    speed = f"{8 * link.bandwidth / 1e9:.3g} Gbit/s, {1e6 * link.latency:.0f} us a message"
+    speed = f"{bandwidth_text(link.bandwidth)}, {1e6 * link.latency:.0f} us a message"
     text = f"{speed} ({comm.backend_name(group)}){hint}"
     findings.append(Finding("warn" if slow else "ok", "link", text))
     return findings

@@ -29,7 +29,8 @@ class Option:
         change: how much of the maths it changes.
         effect: the same in words.
         yaml: what goes under ``trainer:``.
-        bucket_cap_mb: the bucket size with which it is fastest; None where there are no buckets.
+        bucket_cap_mb: the bucket size with which it is fastest; None where there are no buckets, or where that of the
+            strategy makes the same ones.
         memory: bytes that it keeps.
         predicted: its step.
     """
@@ -97,23 +98,43 @@ def advise(options: Sequence[Option], accept: Change = "rounding") -> Advice:
             chosen = rival
         else:
             beyond = rival
-    return Advice(chosen, _because(plain, chosen), beyond)
+    accepted = [option for option in options if 0 < CHANGES.index(option.change) <= CHANGES.index(accept)]
+    return Advice(chosen, _because(plain, chosen, accepted), beyond)
 
 
 def _fastest(options: Sequence[Option]) -> Option:
     return min(options, key=lambda option: option.predicted.step)
 
 
-def _because(plain: Option, chosen: Option) -> str:
+def _because(plain: Option, chosen: Option, accepted: Sequence[Option]) -> str:
     waiting = plain.predicted.exposed / plain.predicted.step
     if chosen is plain:
         text = f"The plain mean waits {ms_text(plain.predicted.exposed)} of {ms_text(plain.predicted.step)} ms"
         if waiting < 0.05:
             return f"{text}: there is next to nothing to gain. Plain all-reduce is best."
-        return f"{text}, but none of the accepted options saves enough of it. Plain all-reduce is best."
+        return f"{text}, but {_too_little(plain, accepted)}. Plain all-reduce is best."
     return (
         f"A step takes {ms_text(chosen.predicted.step)} instead of {ms_text(plain.predicted.step)} ms with the plain "
         f"mean, which waits {waiting:.0%} of the time for the network."
+    )
+
+
+def _too_little(plain: Option, accepted: Sequence[Option]) -> str:
+    """Say by how much the accepted options fall short of what is asked of them."""
+    if not accepted:
+        return "no other option was asked about that changes no more than is accepted"
+    best = _fastest(accepted)
+    saved = plain.predicted.step - best.predicted.step
+    if saved <= 0:
+        return "none of the accepted options is faster"
+    if saved < _WORTH_SECONDS:
+        return (
+            f"none of the accepted options saves enough of it: {best.name}, the fastest one, saves less than "
+            f"{1e3 * _WORTH_SECONDS:g} ms, which is below what such predictions can tell"
+        )
+    return (
+        f"none of the accepted options saves enough of it: {best.name}, the fastest one, saves {ms_text(saved)} ms, "
+        f"less than {_WORTH[best.change]:.0%} of the step"
     )
 
 
@@ -130,7 +151,7 @@ def mb_text(nbytes: float) -> str:
 
 
 def table(options: Sequence[Option]) -> str:
-    """Lay the options out in aligned columns, fastest first."""
+    """Lay the options out in aligned columns, fastest first; bucket sizes only where they make a difference."""
     header = ("hook", "step ms", "of mean", "waits ms", "hook ms", "sent MB", "memory MB", "buckets MB",
               "what it changes")  # fmt: skip
     plain = _fastest([option for option in options if option.change == "none"] or list(options))
@@ -148,7 +169,10 @@ def table(options: Sequence[Option]) -> str:
         )
         for option in sorted(options, key=lambda option: option.predicted.step)
     ]
-    return align([header, *rows], right=range(1, 8))
+    laid_out: list[tuple[str, ...]] = [header, *rows]
+    if all(option.bucket_cap_mb is None for option in options):
+        laid_out = [(*row[:7], row[8]) for row in laid_out]
+    return align(laid_out, right=range(1, len(laid_out[0]) - 1))
 
 
 def align(rows: Sequence[Sequence[str]], right: Sequence[int] | range = ()) -> str:

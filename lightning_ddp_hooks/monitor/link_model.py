@@ -190,3 +190,10 @@ def parse_latency(text: str) -> float:
     if match is None:
         raise ValueError(f"Expected a latency such as 50us or 0.1ms, got {text!r}.")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def bandwidth_text(bandwidth: float) -> str:
+    """Write bytes per second as they are sold: ``1 Gbit/s``, ``100 Mbit/s``."""
+    bits = 8 * bandwidth
+    factor, unit = next(((f, u) for f, u in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if bits >= 0.9995 * f), (1e3, "kbit/s"))
+    return f"{float(f'{bits / factor:.3g}'):,g} {unit}"

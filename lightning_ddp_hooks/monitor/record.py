@@ -86,6 +86,8 @@ class RunRecord:
         rank: whose record this is.
         keep_steps: how many steps are kept in full; older ones are dropped.
         facts: what to say about the run (model, hook, backend), in this order.
+        has_hook: whether a communication hook reduces the gradients.
+        bucket_cap_bytes: size at which a bucket is closed.
 
     Attributes:
         steps: the last steps.
@@ -100,6 +102,8 @@ class RunRecord:
     rank: int
     keep_steps: int
     facts: dict[str, str] = field(default_factory=dict)
+    has_hook: bool = False
+    bucket_cap_bytes: int = 0
     count: int = 0
     parameter_bytes: Mapping[str, int] = field(default_factory=dict)
     outside_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -72,6 +72,7 @@ class _Step:
     latest_begin: Instant | None = None
     latest_end: Instant | None = None
     waits: list[tuple[Instant, Instant]] = field(default_factory=list)
+    hook_work: list[tuple[Instant, Instant]] = field(default_factory=list)
     flights: list[_Flight] = field(default_factory=list)
     finished: Instant | None = None
     other_bytes: tuple[tuple[str, int], ...] = ()
@@ -129,6 +130,7 @@ class Recorder:
         self._open: dict[int, _Flight] = {}
         self._wait_begin: Instant | None = None
         self._has_waited = False
+        self._hook_went_on: Instant | None = None
         self._counted_before: Tally | None = None
         self._seen: set[tuple[str, ...]] = set()
         self.parameter_bytes: dict[str, int] = {}
@@ -212,6 +214,7 @@ class Recorder:
             waits=waits,
             other_bytes=step.other_bytes,
             local_bytes=step.local_bytes,
+            hook_work=tuple((seconds(a), seconds(b)) for a, b in step.hook_work),
         )
         if isinstance(self._clock, CudaClock):
             instants = _instants(step)
@@ -281,10 +284,12 @@ class Recorder:
             return
 
         def collective(work: object) -> None:
+            self._note_hook_work(flight.done)
             flight.done = None
             self._clock.when_done(work, flight.note_done)
 
         def finished() -> None:
+            self._note_hook_work(flight.done)
             if flight.done is None:
                 flight.done = self._clock.stamp()
 
@@ -292,11 +297,23 @@ class Recorder:
         if pending.collective is not None:
             collective(pending.collective)
 
+    def _note_hook_work(self, collective_done: Instant | None) -> None:
+        """Note that in a wait a hook has just come to its next collective, or to its end.
+
+        The thread that waits runs one hook after the other, each from where its collective was done.
+        """
+        last, step = self._hook_went_on, self._step
+        if step is None or last is None or self._wait_begin is None or self._clock.asynchronous:
+            return
+        now = self._hook_went_on = self._clock.stamp()
+        if isinstance(collective_done, float) and isinstance(last, float):
+            step.hook_work.append((max(last, collective_done), now))
+
     def wait_begins(self) -> None:
         """Note when the step has nothing left but to wait."""
         if self._step is None:
             return
-        self._wait_begin = self._clock.stamp()
+        self._wait_begin = self._hook_went_on = self._clock.stamp()
         if not self._has_waited:  # of the last pass, the first time
             self._step.backward_end = self._wait_begin
         self._has_waited = True
@@ -342,7 +359,7 @@ def _instants(step: _Step) -> list[Instant]:
     """List the instants of a step, each once, the last one first: it is the least likely to have passed."""
     marks: list[Instant | None] = [step.finished, step.begin, step.backward_begin, step.backward_end]
     marks += [step.latest_begin, step.latest_end]
-    for begin, end in step.waits:
+    for begin, end in (*step.waits, *step.hook_work):
         marks += [begin, end]
     for flight in step.flights:
         marks += [flight.ready, flight.launched, flight.done]

@@ -20,10 +20,10 @@ from lightning_ddp_hooks.monitor.report_text import (
 from lightning_ddp_hooks.monitor.timeline import (
     BucketTiming,
     StepTiming,
-    exposed_by_bucket,
     median,
     median_step,
     typical_steps,
+    typical_waiting,
 )
 
 _BUCKETS_LISTED = 40
@@ -35,7 +35,7 @@ def build_report(record: RunRecord) -> str:
     Args:
         record: of the rank that writes the report; may hold no steps.
     """
-    facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in record.facts.items())
+    facts = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in record.facts.items())
     note = run_note(record)
     head = f"<header><h1>Communication report</h1><dl>{facts}</dl></header>"
     if note:
@@ -45,14 +45,17 @@ def build_report(record: RunRecord) -> str:
     steps = list(record.steps)
     summary = Summary.of(steps, record.world_size)
     step = median_step(steps)
+    said = advice(steps, summary, record.world_size, has_hook=record.has_hook, bucket_cap_bytes=record.bucket_cap_bytes)
     lead = (
-        f'<p class="verdict">{escape(headline(step, summary, record.world_size))}</p>'
-        f'<p class="advice">{_with_code(advice(step, summary, record.world_size))}</p>'
+        f'<p class="verdict">{escape(headline(steps, summary, record.world_size))}</p>'
+        f'<p class="advice">{_with_code(said)}</p>'
     )
     sections = [
         _cards(summary),
-        _section("A typical step", _timeline_note(step), timeline_svg(step) + _timeline_key() + budget_svg(step)),
-        _section("Waiting, step by step", "How long each step waited for communication.", exposed_svg(steps)),
+        _section("A typical step", _timeline_note(step), _typical(step, has_hook=record.has_hook)),
+        _section(
+            "Waiting, step by step", "How long each step waited for communication.", exposed_svg(steps, summary.exposed)
+        ),
         _buckets(steps, step),
         _parameters(record, step),
         _other_traffic(record, steps),
@@ -105,11 +108,16 @@ def _timeline_note(step: StepTiming) -> str:
     return f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
 
 
-def _timeline_key() -> str:
+def _typical(step: StepTiming, *, has_hook: bool) -> str:
+    chart = timeline_svg(step, has_hook=has_hook) + _timeline_key(has_hook=has_hook)
+    return chart + budget_svg(step, has_hook=has_hook)
+
+
+def _timeline_key(*, has_hook: bool) -> str:
     entries = [
-        ("hook", "computing what to send, launching"),
+        ("hook", "the hook computes, launches" if has_hook else "launching"),
         ("hidden", "in flight, hidden"),
-        ("exposed", "in flight, waited for"),
+        ("exposed", "in flight after the backward"),
     ]
     inside = "".join(f'<span><i class="{css}"></i>{escape(text)}</span>' for css, text in entries)
     return f'<p class="key">{inside}</p>'
@@ -133,14 +141,14 @@ def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
     if not step.buckets:
         return ""
     alike = typical_steps(steps)
-    waits = list(zip(*(exposed_by_bucket(other) for other in alike), strict=True))
+    waiting = typical_waiting(steps)
     largest = max(max(b.grad_bytes, b.sent_bytes) for b in step.buckets) or 1
-    worst = max(median(column) for column in waits) or 1.0
+    worst = max(*waiting.buckets, waiting.hook, waiting.after) or 1.0
     rows = []
     for number, bucket in enumerate(step.buckets[:_BUCKETS_LISTED]):
         mine = [other.buckets[number] for other in alike]
         sent = sum(b.sent_bytes for b in mine) / len(mine)
-        exposed = median(waits[number])
+        exposed = waiting.buckets[number]
         errors = [b.error for b in mine if b.error is not None]
         rows.append(
             [
@@ -155,12 +163,19 @@ def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
                 f"{sum(errors) / len(errors):.2g}" if errors else "",
             ]
         )
+    for what, seconds in (("the hook computes", waiting.hook), ("no bucket in flight", waiting.after)):
+        if seconds >= 0.5e-6:  # else it would be shown as 0 us
+            bar = f'<div class="bars">{_bar(seconds / worst, "exposed")}</div>'
+            rows.append(["", what, "", "", "", "", bar, seconds_text(seconds), ""])
     head = ["bucket", "parameters", "gradients, sent", "gradients", "sent", "in flight", "", "waited for", "error"]
     if all(not row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    rest = len(step.buckets) - len(rows)
+    rest = max(0, len(step.buckets) - _BUCKETS_LISTED)
     more = f'<p class="sub">And {rest} more.</p>' if rest else ""
-    note = "In the order in which they are sent. A bucket counts as waited for while all buckets before it are done."
+    note = (
+        "In the order in which they are sent. A bucket counts as waited for while all buckets before it are done. "
+        f"Together {seconds_text(waiting.total)}, divided as in the steps around the median."
+    )
     return _section("Buckets", note, _table(head, rows) + more)
 
 
@@ -252,7 +267,10 @@ def _figure(row: Mapping[str, float | None], name: str) -> float:
 def _legend() -> str:
     terms = [
         ("in flight", "From the moment a bucket is handed over until it is reduced; early ranks wait for late ones."),
-        ("waited for (exposed)", "Time in which the backward had nothing left to compute, but to wait."),
+        ("waited for (exposed)", "Time in which the backward had nothing left to compute, but to wait for the last "
+                                 "results; what a hook computes in it is listed by itself."),
+        ("hook", "Time in which the backward stands still for a hook that computes what to send, and for starting to "
+                 "send it; and what the hook computes after the backward."),
         ("overlap", "The part of the communication that the step did not wait for."),
         ("sent", "Payload that this rank sends to others, by the formula of each collective; headers come on top."),
         ("effective compression", "What a ring all-reduce of all gradients in their own dtype would send, divided by "

@@ -13,7 +13,8 @@ main{max-width:1120px;margin:0 auto;padding:36px 24px 60px}
 header{display:flex;flex-wrap:wrap;gap:8px 40px;align-items:baseline;margin-bottom:18px}
 h1{font-size:15px;font-weight:600;letter-spacing:.02em;color:var(--soft);margin:0}
 header dl{display:flex;flex-wrap:wrap;gap:2px 22px;margin:0;font-size:13px}
-header dt{color:var(--soft)} header dd{margin:0 0 0 -16px;font-weight:500}
+header dl div{display:flex;gap:6px;min-width:0}
+header dt{color:var(--soft)} header dd{margin:0;font-weight:500;min-width:0;overflow-wrap:anywhere}
 .verdict{font-size:27px;line-height:1.25;font-weight:650;letter-spacing:-.012em;margin:0 0 10px;max-width:36em}
 .advice{color:var(--soft);margin:0 0 26px;max-width:62em;font-size:16px}
 .note{background:color-mix(in srgb,var(--hook) 14%,var(--card));border-left:3px solid var(--hook);padding:8px 14px;

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from lightning_ddp_hooks.monitor.report_text import bytes_text, seconds_text, share_text
-from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, median, phases
+from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, phases, union
 
 WIDTH = 1040.0
 _LEFT = 150.0  # of the lanes' labels
@@ -53,8 +53,13 @@ def _svg(height: float, parts: Sequence[str], label: str) -> str:
 # ---------------------------------------------------------------------- one step
 
 
-def timeline_svg(step: StepTiming) -> str:
-    """Draw one step: compute above, one lane for each bucket below, and over all of it when the step waits."""
+def timeline_svg(step: StepTiming, *, has_hook: bool = False) -> str:
+    """Draw one step: compute above, one lane for each bucket below, and over all of it when the step waits.
+
+    Args:
+        step: which.
+        has_hook: whether what holds up the backward is a hook, or just launching.
+    """
     span = max(step.duration, 1e-9)
     scale = (WIDTH - _LEFT - 12) / span
     lanes = len(step.buckets)
@@ -80,9 +85,9 @@ def timeline_svg(step: StepTiming) -> str:
     after = max([step.backward_end, *(end for _, end in step.wait_intervals)])
     segments = [
         ("forward", "forward", ends[0], ends[1]),
-        ("backward", "backward", ends[1], ends[2]),
+        (f"backward with {'hook' if has_hook else 'launching'}", "backward", ends[1], ends[2]),
         ("optimizer, rest", "rest", after, step.finished),
-        *(("waits", "wait", begin, end) for begin, end in step.wait_intervals),
+        *(("waits with hook" if step.hook_work else "waits", "wait", begin, end) for begin, end in step.wait_intervals),
     ]
     for name, css, begin, end in segments:
         if end <= begin:
@@ -90,8 +95,14 @@ def timeline_svg(step: StepTiming) -> str:
         width = (end - begin) * scale
         text = f"{name} {seconds_text(end - begin)}"
         parts.append(_rect(x(begin), compute_top, width, compute_height, css, text, 3))
-        shown = next((t for t in (text, name) if len(t) * _CHARACTER + 10 < width), "")
+        shown = next((t for t in (text, name, name.partition(" ")[0]) if len(t) * _CHARACTER + 10 < width), "")
         parts.append(_text(x(begin) + width / 2, compute_top + 21, shown, f"on-{css}", "middle"))
+
+    # What of the backward, and of the wait, is the hook's.
+    for begin, end in union([*((b.ready, b.launched) for b in step.buckets), *step.hook_work]):
+        name = "the hook computes" if has_hook else "launching"
+        parts.append(_rect(x(begin), compute_top + compute_height - 7, (end - begin) * scale, 7, "hook",
+                           f"{name} {seconds_text(end - begin)}", 0))  # fmt: skip
 
     for lane, (bucket, exposed) in enumerate(zip(step.buckets, exposed_by_bucket(step), strict=True)):
         top = lanes_top + lane * pitch
@@ -111,14 +122,14 @@ def timeline_svg(step: StepTiming) -> str:
     return _svg(bottom + 6, parts, "Timeline of a typical step")
 
 
-def budget_svg(step: StepTiming) -> str:
-    """Draw how a step's duration divides, as one bar."""
+def budget_svg(step: StepTiming, *, has_hook: bool = False) -> str:
+    """Draw how a step's duration divides, as one bar; the hook's part is no part of the backward here."""
     parts = phases(step)
     pieces = [
         ("forward", "forward", parts.forward),
-        ("backward", "backward", parts.backward),
-        ("hook, launching", "hook", parts.hook),
-        ("waiting", "wait", parts.wait),
+        ("backward alone", "backward", parts.backward),
+        ("hook, launching" if has_hook else "launching", "hook", parts.hook),
+        ("waiting alone" if step.hook_work else "waiting", "wait", parts.wait),
         ("optimizer, rest", "rest", parts.rest),
     ]
     total = sum(max(seconds, 0.0) for _, _, seconds in pieces) or 1.0
@@ -140,8 +151,14 @@ def budget_svg(step: StepTiming) -> str:
 # ---------------------------------------------------------------------- many steps
 
 
-def exposed_svg(steps: Sequence[StepTiming], columns: int = 240) -> str:
-    """Draw how long the steps waited: one bar each, or the mean (and lightly the largest) of several neighbours."""
+def exposed_svg(steps: Sequence[StepTiming], middle: float, columns: int = 240) -> str:
+    """Draw how long the steps waited: one bar each, or the mean (and lightly the largest) of several neighbours.
+
+    Args:
+        steps: in order.
+        middle: the median wait of the typical ones, in seconds.
+        columns: how many bars there may be.
+    """
     height, top, bottom, left = 176.0, 18.0, 152.0, 62.0
     waits = [step.wait for step in steps]
     largest = max(waits, default=0.0)
@@ -174,7 +191,6 @@ def exposed_svg(steps: Sequence[StepTiming], columns: int = 240) -> str:
         if most > ceiling * 1.05:
             parts.append(_text(x + width / 2, top + 1, "\N{UPWARDS ARROW}", "tick", "middle"))
     if waits:
-        middle = median(waits)
         parts.append(f'<line x1="{left}" y1="{y(middle):.1f}" x2="{WIDTH:g}" y2="{y(middle):.1f}" class="median"/>')
         parts.append(_text(WIDTH, top - 4, f"median {seconds_text(middle)}", "strong", "end"))
         parts.append(_text(left, height - 6, f"step {steps[0].step}", "tick"))

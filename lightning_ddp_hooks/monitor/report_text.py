@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
-from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, phases
+from lightning_ddp_hooks.monitor.timeline import StepTiming, Waiting, typical_phases, typical_steps, typical_waiting
 
 # Below this share of a step, waiting is not worth anybody's time.
 _NEGLIGIBLE = 0.01
+# Below this share, neither waiting nor a hook is worth a change.
+_LITTLE = 0.03
 # From this share of all waiting on, one bucket is to blame.
 _MOST = 0.6
+# Up to this share of all waiting, a bucket is as good as not waited for.
+_HARDLY = 0.05
 
 
 def seconds_text(seconds: float) -> str:
@@ -43,65 +49,106 @@ def _three(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _waited_at_the_end(step: StepTiming) -> int:
-    """Return how many buckets were in flight while the step waited, if these are few and the last ones; else 0."""
-    waited = [bool(intersect([bucket.in_flight], step.wait_intervals)) for bucket in step.buckets]
-    count = sum(waited)
-    few = count <= max(1, len(waited) // 3) and count < len(waited)
-    return count if few and all(waited[len(waited) - count :]) else 0
+def _waited_at_the_end(waiting: Waiting) -> int:
+    """Return how many buckets there are from the first one that is waited for, if these are few; else 0."""
+    waited = [seconds > _HARDLY * waiting.total for seconds in waiting.buckets]
+    count = len(waited) - waited.index(True) if any(waited) else 0
+    return count if count <= max(1, len(waited) // 3) and count < len(waited) else 0
 
 
-def headline(step: StepTiming, summary: Summary, world_size: int) -> str:
-    """Return one sentence about the run, by its typical step.
+def _worst(waiting: Waiting, buckets: Sequence[int]) -> str | None:
+    """Name what most of the waiting is for, by the indices of the buckets, or None."""
+    if waiting.hook >= _MOST * waiting.total:
+        return "what the hook computes after it"
+    if waiting.after >= _MOST * waiting.total:
+        return "what follows the last bucket (results written back, ranks that agree)"
+    if count := _waited_at_the_end(waiting):
+        return "the last bucket" if count == 1 else f"the last {count} buckets"
+    worst = max(range(len(buckets)), key=lambda i: waiting.buckets[i])
+    if len(buckets) > 1 and waiting.buckets[worst] >= _MOST * waiting.total:
+        return f"bucket {buckets[worst]}"
+    return None
+
+
+def headline(steps: Sequence[StepTiming], summary: Summary, world_size: int) -> str:
+    """Return one sentence about the run, by its typical steps.
 
     Args:
-        step: the typical one.
+        steps: at least one.
         summary: of all steps.
         world_size: number of ranks.
     """
     sent = bytes_text(summary.sent_bytes)
+    buckets = [bucket.index for bucket in typical_steps(steps)[0].buckets]
     if world_size == 1:
         return "There is one rank: nobody to communicate with."
-    if not step.buckets:
+    if not buckets:
         return f"Replicas trained on their own; bringing them together took {sent} per step, in the mean."
     of_step = f"{seconds_text(summary.exposed)} of {seconds_text(summary.duration)} per step"
     if summary.exposed_share < _NEGLIGIBLE:
         return f"Communication hides behind the backward: waiting takes {of_step}."
-    exposed = exposed_by_bucket(step)
-    worst = max(range(len(exposed)), key=lambda i: exposed[i])
-    name = None
-    if count := _waited_at_the_end(step):
-        name = "the last bucket" if count == 1 else f"the last {count} buckets"
-    elif len(step.buckets) > 1 and exposed[worst] >= _MOST * step.wait:
-        name = f"bucket {step.buckets[worst].index}"
-    if name is not None and summary.overlap >= 0.25:
-        return f"Communication hides behind the backward except for {name}: waiting takes {of_step}."
     if summary.overlap >= 0.25:
+        if (name := _worst(typical_waiting(steps), buckets)) is not None:
+            return f"Communication hides behind the backward except for {name}: waiting takes {of_step}."
         return f"{share_text(summary.overlap)} of the communication hides behind the backward: waiting takes {of_step}."
-    if len(step.buckets) == 1:
+    if len(buckets) == 1:
         return f"Nothing hides the communication, since all gradients share one bucket: waiting takes {of_step}."
     return f"Little of the communication hides behind the backward: waiting takes {of_step}."
 
 
-def advice(step: StepTiming, summary: Summary, world_size: int) -> str:
-    """Return what there is to gain, and where to look for it."""
-    if world_size == 1 or not step.buckets:
+def advice(
+    steps: Sequence[StepTiming],
+    summary: Summary,
+    world_size: int,
+    *,
+    has_hook: bool = False,
+    bucket_cap_bytes: int = 0,
+) -> str:
+    """Return what there is to gain, and where to look for it.
+
+    Args:
+        steps: at least one.
+        summary: of all steps.
+        world_size: number of ranks.
+        has_hook: whether a communication hook is in use.
+        bucket_cap_bytes: size at which a bucket is closed.
+    """
+    sizes = [bucket.grad_bytes for bucket in typical_steps(steps)[0].buckets]
+    buckets = len(sizes)
+    if world_size == 1 or not buckets:
         return "Gradients are not exchanged, so no communication hook or bucket size would change the step."
-    share = summary.exposed_share
-    gain = f"Communication that costs nothing would make steps at most {share_text(share)} shorter"
-    parts = phases(step)
-    named = {"the forward": parts.forward, "the backward": parts.backward, "the hook": parts.hook,
+    parts = typical_phases(steps)
+    hook, wait, duration = parts.hook, parts.wait, summary.duration or 1.0
+    launching = "the hook" if has_hook else "starting communication"
+    named = {"the forward": parts.forward, "the backward": parts.backward, launching: parts.hook,
              "waiting": parts.wait, "the optimizer and the rest": parts.rest}  # fmt: skip
     most = max(named, key=lambda name: named[name])
-    text = f"{gain}. The largest part of the step is {most} ({share_text(named[most] / (step.duration or 1.0))})."
-    if share < 0.03:
+    gain = f"Communication that costs nothing would make steps at most {share_text((hook + wait) / duration)} shorter"
+    text = f"{gain}. The largest part of the step is {most} ({share_text(named[most] / duration)})."
+    if max(hook, wait) < _LITTLE * duration:
         return f"{text} There is little to gain from a hook or from other buckets here."
-    if len(step.buckets) == 1:
+    if hook > wait:
+        costs = f"takes {seconds_text(hook)} of a step, more than the {seconds_text(wait)} of pure waiting"
+        # Where none has reached the limit, what keeps them apart is something else: rules, devices, dtypes.
+        larger = "larger buckets (`bucket_cap_mb`)" if buckets > 1 and max(sizes) >= bucket_cap_bytes else ""
+        if has_hook:
+            others = ", ".join(filter(None, (larger, "a cheaper hook")))
+            return f"{text} The hook itself {costs}: try {others} or none."
+        if larger:
+            return f"{text} Starting to communicate {costs}: {larger} start less often."
+        return f"{text} Starting to communicate {costs}: a hook would not shorten that."
+    if buckets == 1:
         return f"{text} Buckets smaller than the model (`bucket_cap_mb`) let communication begin during the backward."
-    if _waited_at_the_end(step):
+    waiting = typical_waiting(steps)
+    less = "a hook that sends less"
+    if has_hook:
+        less += f" than this one, if it computes no longer ({seconds_text(hook)} of a step)"
+    if waiting.after >= _MOST * waiting.total:
+        return f"{text} Most of the waiting comes when all buckets are reduced: other buckets or hooks would not help."
+    if _waited_at_the_end(waiting):
         text += " What is waited for comes last, with no computation left to hide it: smaller buckets"
-        return f"{text} (`bucket_cap_mb`) shorten that, and so does a hook that sends less."
-    return f"{text} Communication takes longer than the backward can hide: send less, by a communication hook."
+        return f"{text} (`bucket_cap_mb`) shorten that, and so does {less}."
+    return f"{text} Communication takes longer than the backward can hide: {less} would shorten that."
 
 
 def run_note(record: RunRecord) -> str | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 Interval = tuple[float, float]
 
@@ -64,6 +64,8 @@ class StepTiming:
         waits: when it did; by default once, from ``backward_end`` on.
         other_bytes: what was sent for other purposes, such as ``("buffers", 8192)``.
         local_bytes: size of gradients that were not exchanged, where a model averager lets replicas train on their own.
+        hook_work: when, in those waits, a hook computed between its collectives and after them, and so nobody waited;
+            known on the host's clock only, else empty.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepTiming:
     waits: tuple[Interval, ...] = ()
     other_bytes: tuple[tuple[str, int], ...] = ()
     local_bytes: int = 0
+    hook_work: tuple[Interval, ...] = ()
 
     @property
     def duration(self) -> float:
@@ -88,6 +91,11 @@ class StepTiming:
         if self.waits or not self.wait:
             return self.waits
         return ((self.backward_end, self.backward_end + self.wait),)
+
+    @property
+    def idle_intervals(self) -> list[Interval]:
+        """When the step waited and the hook had nothing to compute either."""
+        return subtract(self.wait_intervals, self.hook_work)
 
     @property
     def grad_bytes(self) -> int:
@@ -132,6 +140,14 @@ def intersect(first: Iterable[Interval], second: Iterable[Interval]) -> list[Int
     ]
 
 
+def subtract(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
+    """Return what the first covers and the second does not."""
+    left = union(first)
+    for begin, end in union(second):
+        left = [piece for a, b in left for piece in ((a, min(b, begin)), (max(a, end), b)) if piece[0] < piece[1]]
+    return left
+
+
 # ---------------------------------------------------------------------- one step
 
 
@@ -141,8 +157,8 @@ def communication_time(step: StepTiming) -> float:
 
 
 def hook_time(step: StepTiming) -> float:
-    """Return how long the backward was held up to start communication (compression, the call itself), in seconds."""
-    return length((bucket.ready, bucket.launched) for bucket in step.buckets)
+    """Return how long hooks computed, and how long it took to start communication, in seconds."""
+    return length([*((bucket.ready, bucket.launched) for bucket in step.buckets), *step.hook_work])
 
 
 def overlap(step: StepTiming) -> float:
@@ -155,14 +171,15 @@ def overlap(step: StepTiming) -> float:
 def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
     """Return for each bucket how long the step waited for it, and not for one before it, in seconds.
 
-    The sum may be less than ``step.wait``, which also covers what comes after the last bucket (results written back,
-    ranks agreeing on unused parameters).
+    The sum may be less than ``step.wait``, which also covers what a hook computes meanwhile, and what comes after the
+    last bucket (results written back, ranks agreeing on unused parameters).
     """
+    idle = step.idle_intervals
     shares = []
     free = float("-inf")  # up to here the step waited for buckets before this one
     for bucket in step.buckets:
         launched, done = bucket.in_flight
-        shares.append(length(intersect([(max(free, launched), done)], step.wait_intervals)))
+        shares.append(length(intersect([(max(free, launched), done)], idle)))
         free = max(free, done)
     return tuple(shares)
 
@@ -216,14 +233,53 @@ def typical_steps(steps: Sequence[StepTiming]) -> list[StepTiming]:
 
 
 def median_step(steps: Sequence[StepTiming]) -> StepTiming:
-    """Return the typical step whose duration and wait are nearest to the medians of both; of several, the first.
+    """Return the typical step whose duration, wait and hook time are nearest to the medians; of several, the first.
 
     Raises:
         ValueError: there are no steps.
     """
     alike = typical_steps(steps)
-    duration, wait = median([step.duration for step in alike]), median([step.wait for step in alike])
-    return min(alike, key=lambda step: abs(step.duration - duration) + abs(step.wait - wait))
+    figures = [(step.duration, step.wait, hook_time(step)) for step in alike]
+    medians = [median(column) for column in zip(*figures, strict=True)]
+    distances = [sum(abs(mine - usual) for mine, usual in zip(its, medians, strict=True)) for its in figures]
+    return alike[distances.index(min(distances))]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a typical step waits for; in seconds, and the parts add up to ``total``.
+
+    Attributes:
+        total: median over the typical steps.
+        buckets: for each bucket, as in `exposed_by_bucket`.
+        hook: a hook computes, after the backward.
+        after: no bucket is in flight: results are written back, ranks agree on unused parameters.
+    """
+
+    total: float
+    buckets: tuple[float, ...]
+    hook: float
+    after: float
+
+
+def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
+    """Divide the median wait as the steps around it are divided: the middle half of the typical steps.
+
+    Medians of the parts would not do: where one step waits for one bucket and the next step for another one, they are
+    all zero.
+
+    Raises:
+        ValueError: there are no steps.
+    """
+    ordered = sorted(typical_steps(steps), key=lambda step: step.wait)
+    total = median([step.wait for step in ordered])
+    quarter = len(ordered) // 4
+    low, high = ordered[quarter].wait, ordered[-1 - quarter].wait
+    middle = [step for step in ordered if low <= step.wait <= high]
+    scale = total / (sum(step.wait for step in middle) or 1.0)
+    buckets = [scale * sum(column) for column in zip(*map(exposed_by_bucket, middle), strict=True)]
+    hook = scale * sum(length(intersect(step.hook_work, step.wait_intervals)) for step in middle)
+    return Waiting(total, tuple(buckets), hook, max(0.0, total - sum(buckets) - hook))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +289,8 @@ class Phases:
     Attributes:
         forward: from the step's begin to its first backward, which includes further forwards of an accumulation window.
         backward: computing gradients.
-        hook: computing what to send, and starting to send it, in the middle of the backward.
-        wait: for communication.
+        hook: computing what to send, and starting to send it, in the middle of the backward; what a hook does later.
+        wait: for communication, without what a hook computes meanwhile.
         rest: the optimizer, model averaging, callbacks.
     """
 
@@ -245,6 +301,12 @@ class Phases:
     rest: float
 
 
+def typical_phases(steps: Sequence[StepTiming]) -> Phases:
+    """Return the median of each part over the typical steps; they need not add up to a step."""
+    divided = [phases(step) for step in typical_steps(steps)]
+    return Phases(*(median([getattr(its, entry.name) for its in divided]) for entry in fields(Phases)))
+
+
 def phases(step: StepTiming) -> Phases:
     """Divide the step's duration; the parts add up to it."""
     backward = [(step.backward_begin, step.backward_end)]
@@ -253,4 +315,6 @@ def phases(step: StepTiming) -> Phases:
     forward = step.backward_begin - step.begin
     computing = length(backward) - length([*launching, *waiting])
     hook = length(launching)
-    return Phases(forward, computing, hook, step.wait, step.duration - forward - computing - hook - step.wait)
+    late = length(intersect(step.hook_work, step.wait_intervals))
+    rest = step.duration - forward - computing - hook - step.wait
+    return Phases(forward, computing, hook + late, step.wait - late, rest)

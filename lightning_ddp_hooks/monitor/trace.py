@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_ddp_hooks.monitor.timeline import StepTiming
+from lightning_ddp_hooks.monitor.timeline import StepTiming, intersect
 
 COMPUTE_LANE, FIRST_BUCKET_LANE = 0, 10
 _NAMES_SHOWN = 8
@@ -48,6 +48,7 @@ def _step_events(step: StepTiming, rank: int, origin: float) -> list[dict[str, A
         span("forward", COMPUTE_LANE, step.begin, step.backward_begin),
         span("backward", COMPUTE_LANE, step.backward_begin, step.backward_end),
         *(span("wait for communication", COMPUTE_LANE, begin, end) for begin, end in step.wait_intervals),
+        *(span("hook", COMPUTE_LANE, begin, end) for begin, end in intersect(step.hook_work, step.wait_intervals)),
     ]
     for bucket in step.buckets:
         lane = FIRST_BUCKET_LANE + bucket.index

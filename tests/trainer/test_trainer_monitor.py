@@ -61,6 +61,9 @@ def check(record: RunRecord, *, backwards: int = 1) -> None:
         assert 0 <= step.wait <= step.duration
         for begin, end in step.wait_intervals:
             assert step.backward_begin <= begin <= end <= step.finished
+        for begin, end in step.hook_work:
+            assert begin <= end
+            assert any(first <= begin and end <= last for first, last in step.wait_intervals)
         for bucket in step.buckets:
             assert step.backward_begin <= bucket.ready <= bucket.launched
             assert bucket.ready <= bucket.done <= step.finished
@@ -97,7 +100,16 @@ def test_a_monitor_changes_no_bit_under_either_engine(tmp_path: Path) -> None:
     for name, record in first.items():
         assert record.count == second[name].count == len(record.steps) == STEPS
         assert [step.step for step in record.steps] == list(range(STEPS))
+        # As at the start of the fit: short, and only what is not the default.
+        hook = {"mean": "mean all-reduce", "powersgd": "PowerSGD(start_iter=1)",
+                "int8": "BlockQuantize(block_size=64)"}[name.split()[0]]  # fmt: skip
+        assert record.facts["hook"] == hook
+        assert record.has_hook == (not name.startswith("mean"))
+        assert record.bucket_cap_bytes == int(0.001 * 2**20)
         last = record.steps[-1]
+        # What a hook computes after the backward is told apart from the waiting.
+        works = [span for step in record.steps for span in step.hook_work]
+        assert bool(works) == record.has_hook
         errors = [bucket.error for bucket in last.buckets]
         if name.startswith("mean"):
             assert len(last.buckets) == 2
@@ -342,6 +354,7 @@ def test_a_hook_that_sends_nothing_is_said_to_send_nothing(tmp_path: Path) -> No
     for record in run_ranks(fit_with_late_hook, tmp_path):
         assert all(bucket.sent_bytes == 0 for step in record.steps for bucket in step.buckets)
         assert "hook" in record.facts["hook"]
+        assert record.has_hook
 
 
 # ---------------------------------------------------------------------- refusals
