@@ -139,6 +139,11 @@ class ModelRun:
         alive = [reference() for reference in self._optimizers]
         return [optimizer for optimizer in alive if optimizer is not None]
 
+    @property
+    def subgroups(self) -> int | None:
+        """How many subgroups the hook has, if it is one that has some."""
+        return getattr(self._bound_hook, "subgroups", None)
+
     def has(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer trains the model."""
         return any(own is optimizer for own in self.optimizers)

@@ -312,7 +312,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
                 run.sent = SentInAStep(run.hook, facts)
             found = self._settings.run(run.hook, scaler=self._scaler is not None)
             # How many steps the user's loop has is not known.
-            for text in (*without_effect(run.hook, settings.averager, math.inf), *idle(found)):
+            useless = without_effect(run.hook, settings.averager, math.inf, run.subgroups)
+            for text in (*useless, *idle(found)):
                 log.warning(text)
 
     @property

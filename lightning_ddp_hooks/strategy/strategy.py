@@ -397,7 +397,8 @@ class DDPHooksStrategy(HealthStrategy):
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
         steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
         if self.global_rank == 0:
-            for text in (*without_effect(hook, self._averager, steps), *idle(self._run_of_fit(module))):
+            found = without_effect(hook, self._averager, steps, getattr(self._bound_hook, "subgroups", None))
+            for text in (*found, *idle(self._run_of_fit(module))):
                 log.warning(text)
 
     def _follow_loss_scale(self) -> None:

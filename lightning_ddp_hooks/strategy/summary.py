@@ -92,13 +92,16 @@ def _differs(value: object, entry: Field[Any]) -> bool:
         return True
 
 
-def without_effect(hook: CommHook | None, averager: ModelAverager | None, steps: float) -> Iterator[str]:
+def without_effect(
+    hook: CommHook | None, averager: ModelAverager | None, steps: float, subgroups: int | None = None
+) -> Iterator[str]:
     """Say what of the settings will do nothing, or not what its user may think.
 
     Args:
         hook: the hook of this fit.
         averager: the averager, if any.
         steps: how many steps the fit has in all; infinity if that is not known.
+        subgroups: of a bound `PostLocalSGD`, how many it has; None if that is not known.
     """
     for name, setting, start in late_starts(hook):
         if start >= steps:
@@ -113,6 +116,11 @@ def without_effect(hook: CommHook | None, averager: ModelAverager | None, steps:
         )
     if averager is None and isinstance(hook, Noop):
         yield "The hook Noop exchanges no gradients: each rank trains a model of its own, and that of rank 0 is saved."
+    elif isinstance(hook, PostLocalSGD) and subgroups == 1:
+        yield (
+            "The hook PostLocalSGD has one subgroup of all ranks, and so is the plain mean in every step: set "
+            "`subgroup_size` or `subgroups` for it to do anything."
+        )
     elif averager is None and isinstance(hook, PostLocalSGD) and alike_until(hook) < steps:
         yield (
             f"The hook PostLocalSGD averages within subgroups only from step {hook.start_local_sgd_iter} on, and no "
