@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import nn
@@ -23,6 +24,42 @@ from lightning_ddp_hooks.join.data_parallel_hook import (
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.outputs import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
+
+_P = ParamSpec("_P")
+_ON_ITS_DEVICE = "put the module on its device before, as in `DataParallel(module.to(device))`, and the batches too"
+_LAID_OUT_BY_USE = "buckets are laid out in the order in which gradients come"
+_INSTEAD = {
+    "device_ids": _ON_ITS_DEVICE,
+    "output_device": _ON_ITS_DEVICE,
+    "dim": "nothing is scattered: each process runs its own batch on one device",
+    "init_sync": "models are always compared, and rank 0's parameters sent to all",
+    "forward_sync_buffers": "its name here is `broadcast_buffers`",
+    "bucket_cap_mb_list": "set `bucket_cap_mb` and `first_bucket_mb`",
+    "batched_grad_copy": "copies are always batched",
+    "check_reduction": "a reduction that is missing is always noticed",
+    "delay_all_reduce_named_params": _LAID_OUT_BY_USE,
+    "param_to_hook_all_reduce": _LAID_OUT_BY_USE,
+    "skip_all_reduce_unused_params": "with `find_unused_parameters=True` a bucket that no rank used is not sent",
+    "mixed_precision": 'run the forward under `torch.autocast`; `comm_hook="bf16"` sends gradients in 16 bits',
+    "device_mesh": "pass one dimension of the mesh, as in `process_group=mesh.get_group()`",
+}
+"""What to do instead of the arguments that only torch's DistributedDataParallel has."""
+
+
+def _refuse_torchs_own(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Say more than Python does where an argument is one of torch's; the signature stays as it is."""
+
+    @wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        wrong = [name for name in kwargs if name in _INSTEAD]
+        if wrong:
+            raise TypeError(
+                "DataParallel does not have all arguments of torch's DistributedDataParallel. "
+                + " ".join(f"Leave out `{name}`: {_INSTEAD[name]}." for name in wrong)
+            )
+        init(*args, **kwargs)
+
+    return checked
 
 
 class DataParallel(nn.Module, Joinable):
@@ -61,6 +98,7 @@ class DataParallel(nn.Module, Joinable):
     https://arxiv.org/abs/2006.15704.
     """
 
+    @_refuse_torchs_own
     def __init__(
         self,
         module: nn.Module,

@@ -19,7 +19,7 @@ from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
 from lightning_ddp_hooks.health.note import MAX_TEXT, Note, State, Whereabouts
 from lightning_ddp_hooks.health.post import Post
 from lightning_ddp_hooks.health.replicas import check_replicas
-from lightning_ddp_hooks.health.report import Sighting, failed_ranks, failure_report, lost_ranks, parted
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE, Sighting, failed_ranks, failure_report, lost_ranks, parted
 from lightning_ddp_hooks.health.watch import EXIT_CODE, Watch
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.alike import alike_until
@@ -72,6 +72,19 @@ def test_the_report_names_the_host_of_a_store_that_is_gone() -> None:
 def test_the_report_says_where_all_are_if_none_failed() -> None:
     report = failure_report(0, HERE, {1: Sighting(_note(State.FINISHED), 0)}, silent_s=5)
     assert "did ranks part ways?\nRank 1 (finished): step 2, outside a backward." in report
+    assert report.splitlines()[-1] == LIKELY_CAUSE
+
+
+def test_a_likely_cause_is_told_only_if_none_failed() -> None:
+    seen = {1: _waits("a decision")}
+    report = failure_report(0, HERE, seen, silent_s=5, have_parted=True, likely_cause="The moon.")
+    assert report.startswith("The ranks have parted ways")
+    assert report.splitlines()[-1] == "The moon."
+    assert "The moon." not in failure_report(0, HERE, {1: Sighting(_note(State.FAILED), 0)}, silent_s=5)
+    assert LIKELY_CAUSE not in failure_report(0, HERE, seen, silent_s=5, have_parted=True, likely_cause="")
+    for state in (State.FAILED, State.GAVE_UP):
+        assert LIKELY_CAUSE not in failure_report(0, HERE, {1: Sighting(_note(state, "Why."), 0)}, silent_s=5)
+    assert LIKELY_CAUSE not in failure_report(0, HERE, {1: Sighting(_note(), 9)}, silent_s=5)
 
 
 def test_a_rank_that_knows_nothing_itself_takes_the_word_of_one_that_gave_up() -> None:

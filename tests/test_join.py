@@ -144,8 +144,10 @@ def throw() -> tuple[int, str]:
 def test_every_rank_raises_before_the_first_uneven_step() -> None:
     results = run_ranks(throw, world_size=WORLD)
     assert [steps for steps, _ in results] == [2, 2, 2]
-    assert results[0][1] == "Rank 0 exhausted all inputs."
-    assert results[1][1].startswith("Detected at least one rank")
+    assert results[0][1].startswith("Rank 0 exhausted all inputs: only ranks 1, 2 still have data. Leave out ")
+    for _, text in results[1:]:
+        assert text.startswith("Detected at least one rank that exhausted inputs. ")
+        assert "only ranks 1, 2 still have data. Leave out `throw_on_early_termination`" in text
 
 
 class Counter(Joinable):

@@ -1,6 +1,7 @@
 """What goes wrong goes wrong on every rank, by name, and leaves no rank waiting."""
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,23 @@ def test_bad_settings_raise_where_they_are_written(settings: Any, error: type[Ex
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ldh.DataParallel(nn.Linear(1, 1))
+
+
+def test_an_argument_that_only_torch_has_is_refused_with_what_to_do() -> None:
+    ours = inspect.signature(ldh.DataParallel).parameters
+    for name in (
+        *("device_ids", "output_device", "dim", "init_sync", "device_mesh", "mixed_precision"),
+        *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params"),
+        *("forward_sync_buffers", "bucket_cap_mb_list", "batched_grad_copy", "check_reduction"),
+    ):
+        with pytest.raises(TypeError, match=f"Leave out `{name}`: "):
+            ldh.DataParallel(nn.Linear(1, 1), **{name: None})
+    with pytest.raises(TypeError, match=r"`device_ids`: put the module on its .* Leave out `mixed_precision`: run the"):
+        ldh.DataParallel(nn.Linear(1, 1), device_ids=[0], mixed_precision=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device_id'"):
+        ldh.DataParallel(nn.Linear(1, 1), device_id=0)  # type: ignore[call-arg]
+    assert list(ours)[:3] == ["module", "process_group", "comm_hook"]  # for help and command lines
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours.values())
 
 
 def _construct() -> list[str]:
@@ -144,6 +162,7 @@ def test_a_parameter_without_gradient_raises_on_every_rank_in_the_same_backward(
         bad = texts[1] if first == [0, 1] else texts[0]
         assert "heads.1.weight" in bad
         assert "find_unused_parameters=True" in bad
+        assert '`strategy="ddp_hooks_find_unused_parameters_true"`' in bad
         if first == [0, 1]:
             assert "on rank 1" in bad
             assert texts[0] == "no error"
@@ -251,3 +270,43 @@ def test_after_an_exception_in_the_backward_the_next_one_works(position: int) ->
     for texts in run_ranks(_exception_in_backward, position):
         assert texts[2] == "RuntimeError: bang"
         assert texts[3] == "no error"
+
+
+class _RaisesOnce:
+    """Sums, but for one bucket when it is told to."""
+
+    bad_bucket: int | None = None
+
+    def __call__(self, state: object, bucket: Any) -> Any:
+        if bucket.index() == self.bad_bucket:
+            self.bad_bucket = None
+            raise ValueError("a bad bucket")
+        return dist.all_reduce(bucket.buffer(), async_op=True)
+
+
+def _hook_that_raises(backend: Any, one_at_a_time: bool) -> list[tuple[int, int, int, str]]:
+    places = []
+    for good_steps, bucket in ((0, 0), (1, 0), (1, 2), (1, 5)):  # the first step has one bucket, sent at its end
+        hook = _RaisesOnce()
+        declared = ldh.hooks.TorchHook(hook=hook, one_at_a_time=one_at_a_time)
+        model = ldh.DataParallel(
+            Mlp(), comm_hook=declared, bucket_cap_mb=1e-6, first_bucket_mb=1e-6, reducer_backend=backend
+        )
+        for _ in range(good_steps):
+            model(data(0, 0, 4, 8)).sum().backward()
+        hook.bad_bucket = bucket
+        with pytest.raises(ValueError, match="a bad bucket"):
+            model(data(0, 0, 4, 8)).sum().backward()
+        if model.reducer.broke_at is None:  # the reducer hears of it in the next backward
+            places.append((*model.reducer.progress(), ""))
+        else:
+            places.append(model.reducer.broke_at)
+        model(data(0, 0, 4, 8)).sum().backward()
+        assert model.reducer.broke_at is None
+    return places
+
+
+@pytest.mark.parametrize(("backend", "one_at_a_time"), [("python", False), ("native", False), ("native", True)])
+def test_a_bucket_whose_hook_raised_does_not_count_as_sent(backend: str, one_at_a_time: bool) -> None:
+    (places,) = run_ranks(_hook_that_raises, backend, one_at_a_time, world_size=1)
+    assert [place[:3] for place in places] == [(0, 0, 1), (1, 0, 6), (1, 2, 6), (1, 5, 6)]

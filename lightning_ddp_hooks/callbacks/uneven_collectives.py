@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.steps import Step
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 
 BATCH_HOOKS = frozenset(
     {
@@ -96,4 +97,4 @@ class _Gather(torch.autograd.Function):
 
 def describe(step: Step) -> str:
     """Name the active ranks in a message."""
-    return f"only ranks {', '.join(map(str, step.ranks))} still have data"
+    return f"only {ranks_text(step.ranks)} still {'has' if len(step.ranks) == 1 else 'have'} data"

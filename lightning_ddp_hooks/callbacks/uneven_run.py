@@ -166,17 +166,21 @@ class UnevenRun:
         if step is None or not step.tail:
             return step
         if training and self.settings.policy == "error":
-            raise RuntimeError(
-                f"Rank {step.rank} exhausted all inputs."
-                if step.joined
-                else "Detected at least one rank that exhausted inputs. Throwing across all ranks: "
-                + describe(step)
-                + "."
-            )
+            raise RuntimeError(self._exhausted_text(step))
         self._groups.prepare(step.ranks)
         if step.joined:
             mask_logs(_compat.logged_results(self._trainer), self._masks_logs)
         return step
+
+    def _exhausted_text(self, step: Step) -> str:
+        trainer = self._trainer
+        batches = trainer.fit_loop.batch_idx + 1  # that of this step has not begun
+        who = f"Rank {step.rank} exhausted all inputs" if step.joined else "Some ranks exhausted all inputs"
+        return (
+            f"{who} after {batches} batches of epoch {trainer.current_epoch}, at step {trainer.global_step}: "
+            f'{describe(step)}. With `UnevenInputs(policy="error")` all ranks stop here. Use `policy="join"` to train '
+            'on with the ranks that have data, or `policy="stop"` to end each epoch with the shortest dataloader.'
+        )
 
     def _masks_logs(self) -> bool:
         return self.joined and self.place() == "batch hook"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from lightning_ddp_hooks.health.note import Note, State, Whereabouts
 
+LIKELY_CAUSE = "A likely cause: dataloaders of different lengths on the ranks."
+"""Of ranks that are at different places though none has failed, if nothing more is known."""
+
 
 @dataclass(frozen=True)
 class Sighting:
@@ -81,6 +84,7 @@ def failure_report(
     silent_s: float,
     store_host: str | None = None,
     have_parted: bool = False,
+    likely_cause: str = LIKELY_CAUSE,
 ) -> str:
     """Say which rank brought this one down, and where both were.
 
@@ -91,6 +95,7 @@ def failure_report(
         silent_s: after how many seconds of silence a rank counts as lost.
         store_host: where the store was, if it cannot be reached.
         have_parted: whether all are known to wait for different things.
+        likely_cause: told if no rank is known to have failed.
 
     Returns:
         A text of several lines, that ends without a line break.
@@ -109,13 +114,16 @@ def failure_report(
         lines.append(f"Rank 0 (store host, {store_host}) is unreachable: it died, was stopped, or its host is gone.")
     if not lines:
         lines += accounts(seen)
-    if not lines and have_parted:
+    nobody_failed = not lines
+    if nobody_failed and have_parted:
         lines.append("The ranks have parted ways: they wait for different things, and would do so for ever.")
         lines += [f"Rank {other} is at {s.note.where.text()}." for other, s in sorted(seen.items())]
-    if not lines:
+    elif nobody_failed:
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")
         lines += [f"Rank {other} ({s.note.state.value}): {s.note.where.text()}." for other, s in sorted(seen.items())]
     lines.append(f"Rank {rank}, this one, was at {where.text()}.")
+    if nobody_failed and likely_cause:
+        lines.append(likely_cause)
     for other in failed:
         lines += [f"The error of rank {other}:", _indented(seen[other].note.text)]
     return "\n".join(lines)

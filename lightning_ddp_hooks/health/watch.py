@@ -23,7 +23,7 @@ from contextlib import suppress
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.note import State, Whereabouts
 from lightning_ddp_hooks.health.post import Post
-from lightning_ddp_hooks.health.report import accounts, failed_ranks, failure_report, lost_ranks, parted
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE, accounts, failed_ranks, failure_report, lost_ranks, parted
 
 # A rank whose note stays the same for so many periods is gone, once it is known that something is wrong.
 _MISSED = 4
@@ -45,6 +45,7 @@ class Watch:
         store_host: where the store is, in words.
         exit_process: ends the process if the main thread does not come back; for tests.
         patient: whether a rank may be silent ten times as long, until the attribute of this name says otherwise.
+        likely_cause: says why ranks may be at different places though none has failed; called when a report is made.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Watch:
         store_host: str,
         exit_process: Callable[[int], object] = os._exit,
         patient: bool = False,
+        likely_cause: Callable[[], str] = lambda: LIKELY_CAUSE,
     ) -> None:
         self.patient = patient
         self._rank = rank
@@ -67,6 +69,7 @@ class Watch:
         self._period = min(1.0, timeout / 6)
         self._store_host = store_host
         self._exit_process = exit_process
+        self._likely_cause = likely_cause
         self._over = threading.Event()
         self._fault: str | None = None
         self._post = Post(store, rank, world_size, where, self._period)
@@ -189,6 +192,7 @@ class Watch:
             silent_s=silent_s,
             store_host=host,
             have_parted=have_parted,
+            likely_cause=self._likely_cause(),
         )
 
     def _end(self, grace_s: float, *, have_parted: bool = False) -> None:

@@ -183,8 +183,8 @@ def phases_of(hook: BoundHook, bucket: GradBucket) -> Phases:
     raise TypeError(
         f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` the "
         "handle of each collective (`yield torch.distributed.all_reduce(tensor, async_op=True)`), then `return` the "
-        "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a tensor "
-        "or a future needs no class: pass `comm_hook=(state, hook)`."
+        "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a "
+        "tensor or a future needs no class: pass `comm_hook=(state, hook)`."
     )
 
 

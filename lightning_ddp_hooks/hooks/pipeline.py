@@ -104,6 +104,11 @@ class _Task:
         self._tally = comm.current_tally()
 
     @property
+    def begun(self) -> bool:
+        """Whether the hook has issued its first collective, or has none."""
+        return self.phase >= 0 or self.finished
+
+    @property
     def collective(self) -> Waitable | None:
         """What is on its way."""
         return self._current

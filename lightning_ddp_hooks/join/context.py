@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,9 @@ class Join:
         work.wait()
         event, _ = _read(message)
         if self._throw and len(event.active) < len(message) - 2:
-            raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+            raise RuntimeError(
+                "Detected at least one rank that exhausted inputs. Throwing across all ranks: " + _throw_text(event)
+            )
         return event
 
     def _exchange(self, *, active: bool, index: int, kind: int) -> tuple[torch.Tensor, comm.Work]:
@@ -201,13 +204,20 @@ class Join:
             if not event.active:
                 break
             if self._throw:
-                raise RuntimeError(f"Rank {comm.rank(self._group)} exhausted all inputs.")
+                raise RuntimeError(f"Rank {comm.rank(self._group)} exhausted all inputs: " + _throw_text(event))
             is_last_joiner = False
             self._hooks[index].event = event
             self._hooks[index].main_hook()
         for hook in self._hooks:
             hook.post_hook(is_last_joiner)
         comm.destroy_group(self._group)
+
+
+def _throw_text(event: Event) -> str:
+    return (
+        f"only {ranks_text(event.active)} still {'has' if len(event.active) == 1 else 'have'} data. Leave out "
+        "`throw_on_early_termination` to have the others shadow what they do."
+    )
 
 
 def _read(message: torch.Tensor) -> tuple[Event, int]:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Literal
 
 MAX_NAMES = 8
+_FIND_UNUSED = '`find_unused_parameters=True` (in a Trainer: `strategy="ddp_hooks_find_unused_parameters_true"`)'
 
 
 class UnusedPolicy(Enum):
@@ -157,14 +158,14 @@ def _missing_text(
     if policy is UnusedPolicy.ALIKE:
         return text + (
             "Other ranks did compute a gradient for them. In manual optimisation each backward must use the same "
-            "parameters on all ranks; pass `find_unused_parameters=True` if they may differ."
+            f"parameters on all ranks; pass {_FIND_UNUSED} if they may differ."
         )
     if everywhere:
         return text + (
-            "They took no part in the loss. Freeze them with `requires_grad_(False)`, or pass "
-            "`find_unused_parameters=True` (or `static_graph=True` if it is always the same ones)."
+            f"They took no part in the loss. Freeze them with `requires_grad_(False)`, or pass {_FIND_UNUSED}. If it "
+            "is always the same ones, `static_graph=True` is enough."
         )
-    return text + "Pass `find_unused_parameters=True` if ranks may use different parameters."
+    return text + f"Pass {_FIND_UNUSED} if ranks may use different parameters."
 
 
 def steps_differ_text(ended: Sequence[bool]) -> str:

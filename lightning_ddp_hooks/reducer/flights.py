@@ -72,12 +72,26 @@ class Flights:
         self._names: list[tuple[str, ...]] = []
         self._stream_of: dict[torch.device, CommStream] = {}
         self._launched: list[_Flight] = []
+        self._sent = 0
         self._saved: dict[int, Tensor] = {}
 
     @property
     def under_way(self) -> bool:
         """Whether a bucket was launched that has not been written back."""
         return bool(self._launched)
+
+    @property
+    def sent(self) -> int:
+        """How many buckets of the pass are on their way or done; from any thread.
+
+        Not what the engine has handed over: a hook may have failed on that, or may not have come to it yet.
+        """
+        queued = sum(not getattr(flight.pending, "begun", True) for flight in list(self._launched))
+        return max(self._sent - queued, self.engine.launched if self.by_engine else 0)
+
+    def pass_opens(self) -> None:
+        """Begin to count what is sent."""
+        self._sent = 0
 
     # ------------------------------------------------------------------ between two passes
 
@@ -130,6 +144,7 @@ class Flights:
                 observer.launch_begins(index)
             pending = self.comm.launch(view, bucket)
             self._launched.append(_Flight(index, bucket, pending))
+            self._sent += 1
             if observer is not None:
                 observer.launch_ended(index, pending)
 
@@ -140,6 +155,7 @@ class Flights:
             _Flight(index, bucket, _EngineSum(engine, index))
             for index, bucket in enumerate(self.buckets[: engine.launched])
         ]
+        self._sent = len(self._launched)
 
     def launch_rest(self, unused: frozenset[int]) -> None:
         """Launch what did not become full during the backward.

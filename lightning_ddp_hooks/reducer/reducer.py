@@ -435,6 +435,7 @@ class Reducer:
         self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
         if self.observer is not None:
             self.observer.pass_opened()
+        self._flights.pass_opens()
         self._engine.start()
 
     def bucket_full(self, index: int) -> None:
@@ -713,9 +714,9 @@ class Reducer:
             The number of ended passes; of the pass that is open, how many buckets were sent, and how many there are (0
             while none is open).
         """
-        engine = self._engine
-        active = engine.active
-        return self.passes, engine.launched if active else 0, len(self._flights.buckets) if active else 0
+        if not self._engine.active:
+            return self.passes, 0, 0
+        return self.passes, self._flights.sent, len(self._flights.buckets)
 
     def waits_for(self) -> str:
         """Say which buckets the open pass waits for; from any thread, so that it may be out of date."""

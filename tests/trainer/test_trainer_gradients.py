@@ -276,6 +276,7 @@ def test_an_unused_parameter_raises_on_every_rank_and_is_named(module_class: typ
     for message in run_ranks(message_of_failed_fit, module_class, {}):
         assert "'other.weight' on ranks 0, 1" in message
         assert "find_unused_parameters=True" in message
+        assert '"ddp_hooks_find_unused_parameters_true"' in message
         if module_class is HeadsByRank:
             assert "'heads.1.weight' on rank 0" in message
             assert "'heads.0.weight' on rank 1" in message
@@ -505,6 +506,7 @@ def test_manual_backwards_that_differ_over_ranks_raise_on_every_rank() -> None:
     for message in run_ranks(message_of_failed_fit, DifferentNetworks, {}):
         assert "'generator.0.weight' on rank 1" in message
         assert "find_unused_parameters=True" in message
+        assert '"ddp_hooks_find_unused_parameters_true"' in message
 
 
 class FewerBackwards(Untoggled):

@@ -5,6 +5,7 @@ And ranks whose parameters or gradients are not what they should be.
 
 import ctypes
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_ranks
 from torch import Tensor
 from trainer_runs import Manual, Net, make_module, make_trainer, rank
-from uneven_runs import UnevenNet, fit_uneven
+from uneven_runs import EXACT, UnevenNet, fit_uneven
 
 from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import PeriodicModelAverager
@@ -251,11 +252,56 @@ def test_the_error_of_a_rank_is_told_by_all(module_class: type[Net], settings: d
     for ended in _others(endings, 1):
         assert "Rank 1 failed at step 3" in ended.error
         assert "ValueError: a bad sample" in ended.error
+        if "comm_hook" in settings:  # raises at the last bucket, which so was not sent
+            sent, buckets = re.findall(r"Rank 1 failed at .* (\d) of (\d) buckets sent", ended.error)[0]
+            assert int(sent) == int(buckets) - 1
 
 
 def test_a_death_in_a_joined_tail() -> None:
     for ended in _others(run_with_fault(_fit_uneven, KilledInTail), 3):
         assert "Rank 3 died or was stopped" in ended.error
+
+
+class Uneven(UnevenNet):
+    counts = (7, 5)
+
+    def on_train_start(self) -> None:
+        note_fault()
+
+
+class UnevenValidated(Uneven):
+    """The rank that is done validates, while the other goes on to train."""
+
+    def val_dataloader(self) -> Any:
+        return self.loader((2, 2))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+
+class PartedWithUnevenInputs(Uneven):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 2:
+            torch.distributed.barrier() if rank() else self.log("loss", 1.0, sync_dist=True, on_step=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_uneven_without_callback(module_class: type[LightningModule]) -> None:
+    _fit(module_class, {}, {**EXACT, "max_epochs": 1})
+
+
+def test_dataloaders_of_different_lengths_are_named_as_a_likely_cause() -> None:
+    advice = "dataloaders of different lengths on the ranks. The callback `UnevenInputs` handles them."
+    ended, finished = run_with_fault(_fit_uneven_without_callback, Uneven, world_size=2)
+    assert not finished.code
+    assert "Rank 1 (finished)" in ended.error
+    assert advice in ended.error
+    endings = run_with_fault(_fit_uneven_without_callback, UnevenValidated, world_size=2)
+    assert all(ended.code and "The ranks have parted ways" in ended.error for ended in endings)
+    assert any(advice in ended.error for ended in endings)  # the other may take its word for it
+    endings = run_with_fault(_fit_uneven, PartedWithUnevenInputs, world_size=2)
+    assert any("The ranks have parted ways" in ended.error for ended in endings)
+    assert not any("different lengths" in ended.error for ended in endings)
 
 
 def test_a_death_during_a_checkpoint(tmp_path: Path) -> None:

@@ -316,8 +316,13 @@ def test_stop_ends_the_epoch_and_error_raises_on_all_ranks(module_class: Any) ->
     for state, global_step, steps, _ in results:
         assert_close(state, expected)
         assert (global_step, steps) == (2, 2)
-    assert "Rank 2 exhausted all inputs." in results[2][3]
-    assert "only ranks 0, 1 still have data" in results[0][3]
+    for index, (*_, text) in enumerate(results):
+        who = "Rank 2" if index == 2 else "Some ranks"
+        assert text.startswith(
+            f"{who} exhausted all inputs after 2 batches of epoch 0, at step 2: only ranks 0, 1 still have data. "
+        )
+        assert 'policy="join"' in text
+        assert 'policy="stop"' in text
 
 
 # ---------------------------------------------------------------------- samplers and loaders
@@ -476,6 +481,7 @@ def wrong_setups() -> list[str]:
         (UnevenNet, "ddp_hooks", [UnevenInputs(), UnevenInputs()]),
         (UnevenNet, "ddp", [UnevenInputs()]),
         (UnevenNet, {"gradient_weighting": "samples"}, [UnevenInputs()]),
+        (RawBackward, {"gradient_weighting": "samples"}, []),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             make_trainer(copy.deepcopy(strategy), **{**EXACT, "callbacks": used}).fit(make_module(module_class))
@@ -491,8 +497,11 @@ def test_what_is_not_supported_raises_by_name_on_all_ranks() -> None:
         assert "one training dataloader, got 2" in messages[0]
         assert "training_step(self, dataloader_iter)" in messages[1]
         assert "sync_dist_group" in messages[2]
-        assert "self.manual_backward(loss)" in messages[3]
+        assert messages[3].startswith("UnevenInputs scales the loss in `manual_backward`; ")
+        assert messages[3].endswith("Call `self.manual_backward(loss)` instead.")
         assert "mode='max_size'" in messages[4]
         assert "got several" in messages[5]
         assert "needs strategy='ddp_hooks', got DDPStrategy" in messages[6]
         assert 'set `divisor="samples"`' in messages[7]
+        assert messages[8].startswith('`gradient_weighting="samples"` scales the loss in `manual_backward`; ')
+        assert messages[8].endswith("Call `self.manual_backward(loss)` instead.")
