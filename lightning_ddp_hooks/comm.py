@@ -291,9 +291,16 @@ def count_traffic(traffic: Traffic | None) -> None:
         RuntimeError: somebody else counts already.
     """
     global _traffic
-    if traffic is not None and _traffic is not None and _traffic is not traffic:
+    if traffic is not None and _traffic is not None and _traffic is not traffic and not _traffic.gives_way:
         raise RuntimeError("What this rank sends is being counted already, by another monitor.")
     _traffic = traffic
+
+
+def stop_counting(traffic: Traffic) -> None:
+    """Have what this rank sends not counted in ``traffic`` any more, if it still is."""
+    global _traffic
+    if _traffic is traffic:
+        _traffic = None
 
 
 def current_tally() -> Tally | None:

@@ -82,6 +82,8 @@ def _names(parser: LightningArgumentParser) -> list[str]:
 
 def _right_names(wrong: str, names: Sequence[str]) -> str:
     """Name those of the right names that are closest to a wrong one, and those beside it."""
+    if not names:
+        return "it takes none"
     if "subcommand" in names:
         before = ", ".join(name for name in names if name != "subcommand")
         return f"accepted before the subcommand: {before}; all others go behind it, as in `fit --{wrong} ...`"

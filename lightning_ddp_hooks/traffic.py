@@ -84,11 +84,15 @@ CONTROL = "control"
 class Traffic:
     """The account of what this rank sends, by purpose.
 
+    Args:
+        gives_way: whether another account may take the place of this one.
+
     Attributes:
         current: what is sent now is added to this tally.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gives_way: bool = False) -> None:
+        self.gives_way = gives_way
         self._named: dict[str, Tally] = {}
         self.current = self.tally(CONTROL)
 

@@ -38,7 +38,7 @@ from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.outputs import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.strategy.sent import SentInAStep
+from lightning_ddp_hooks.strategy.sent import SentOnce
 
 _CLOSED = (
     "This model's parameters belong to a model that was set up later: use what that `fabric.setup(...)` returned; "
@@ -82,7 +82,7 @@ class ModelRun:
             agree_on=settings.to_agree_on(),
         )
         self.reducer.on_pass = self._backward_begins
-        self.sent: SentInAStep | None = None
+        self.sent: SentOnce | None = None
         self.closed = False
         self._sync = True
         self._awaits_backward = False
@@ -406,8 +406,6 @@ class ModelRun:
             return
         self.closed = True
         self._early.close()
-        if self.sent is not None:
-            self.sent.close()
         if self._nonfinite is not None:
             self._nonfinite.close()
         if self._averaging is not None:

@@ -36,7 +36,7 @@ from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.strategy.checkpoint_io import AtomicCheckpointIO
 from lightning_ddp_hooks.strategy.combinations import idle, refuse
 from lightning_ddp_hooks.strategy.loading import agree_on_checkpoint
-from lightning_ddp_hooks.strategy.sent import SentInAStep
+from lightning_ddp_hooks.strategy.sent import SentOnce
 from lightning_ddp_hooks.strategy.summary import declared, summary_text, without_effect
 
 if TYPE_CHECKING:
@@ -305,11 +305,9 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def _say_what_is_done(self, run: ModelRun) -> None:
         settings = self._settings
         texts = declared(run.hook, settings.averager, settings.optimizer_in_hook)
-        facts = run.reducer.stats()
-        rank_zero_info(summary_text(facts, texts))
+        rank_zero_info(summary_text(run.reducer.stats(), texts))
         if self.global_rank == 0:
-            if run.hook is not None and run.reducer.world_size > 1:
-                run.sent = SentInAStep(run.hook, facts)
+            run.sent = SentOnce(run.hook, run.reducer)
             found = self._settings.run(run.hook, scaler=self._scaler is not None)
             # How many steps the user's loop has is not known.
             useless = without_effect(run.hook, settings.averager, math.inf, run.subgroups)

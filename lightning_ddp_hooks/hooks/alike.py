@@ -27,5 +27,6 @@ def alike_until(hook: CommHook | None) -> float:
 
 def late_starts(hook: CommHook | None) -> list[tuple[str, str, int]]:
     """Return the parts of a declaration that are the plain mean at first: name, setting, and step where they begin."""
-    late = [part for part in parts_of(hook) if part.delayed_by is not None and getattr(part, part.delayed_by) > 0]
-    return [(type(part).__name__, str(part.delayed_by), getattr(part, str(part.delayed_by))) for part in late]
+    named = [(part, part.delayed_by) for part in parts_of(hook) if part.delayed_by is not None]
+    late = [(type(part).__name__, setting, getattr(part, setting, None)) for part, setting in named]
+    return [(name, setting, start) for name, setting, start in late if isinstance(start, int) and start > 0]

@@ -156,12 +156,14 @@ class CommHook(ABC):
     def inner_hooks(self) -> Sequence[Any]:
         """Return the hooks that it is composed of, as they were declared: short names too.
 
-        By default those of a dataclass's fields that are hooks.
+        By default those of a dataclass's fields that are hooks, or lists of hooks. A hook that takes others by their
+        short names, or is no dataclass, returns them here: what ranks expect of each other follows from all of them.
         """
         declared: Any = self
         entries = fields(declared) if is_dataclass(declared) else ()
-        values = (getattr(self, entry.name, None) for entry in entries)
-        return [value for value in values if isinstance(value, CommHook)]
+        values = [getattr(self, entry.name, None) for entry in entries]
+        flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+        return [value for value in flat if isinstance(value, CommHook)]
 
 
 def is_done(handle: Waitable) -> bool:

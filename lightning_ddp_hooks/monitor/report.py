@@ -238,13 +238,13 @@ def _ranks(record: RunRecord) -> str:
     rows = [row for row in record.ranks if row.get("steps")]
     if len(rows) < 2:
         return ""
-    worst = max(_figure(row, "exposed") for row in rows) or 1.0
+    worst = max(_figure(row, "exposed") for row in rows)
     mean = sum(_figure(row, "exposed") for row in rows) / len(rows)
     cells = [
         [
             f"{_figure(row, 'rank'):.0f}",
             seconds_text(_figure(row, "duration")),
-            f'<div class="bars">{_bar(_figure(row, "exposed") / worst, "exposed")}</div>',
+            f'<div class="bars">{_bar(_figure(row, "exposed") / (worst or 1.0), "exposed")}</div>',
             seconds_text(_figure(row, "exposed")),
             seconds_text(_figure(row, "communication")),
             share_text(_figure(row, "overlap")),

@@ -44,6 +44,7 @@ from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_spa
 from lightning_ddp_hooks.reducer.stream import Readout
 from lightning_ddp_hooks.reducer.trainable import TrainableSet, check_parameters
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
+from lightning_ddp_hooks.traffic import Traffic
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
@@ -128,6 +129,9 @@ class Reducer:
         self._late_readout: Readout | None = None
         self._shadowing = False
         self.on_pass: Callable[[], None] | None = None
+        self.sent_in_pass: int | None = None
+        self._counts_next_pass = False
+        self._traffic: Traffic | None = None
         self.skip_step = False
         self.failed = False
         self.detached = False
@@ -435,12 +439,28 @@ class Reducer:
         self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
         if self.observer is not None:
             self.observer.pass_opened()
+        if self._counts_next_pass and comm.current_tally() is None:
+            self._counts_next_pass = False
+            self._traffic = Traffic(gives_way=True)
+            comm.count_traffic(self._traffic)
         self._flights.pass_opens()
         self._engine.start()
 
     def bucket_full(self, index: int) -> None:
         """Launch the bucket."""
         self._flights.launch(index)
+
+    def count_next_pass(self) -> None:
+        """Have what this rank sends in the next pass counted, unless somebody else counts; see `sent_in_pass`."""
+        self.sent_in_pass = None
+        self._counts_next_pass = True
+
+    def _stop_counting(self) -> int | None:
+        if self._traffic is None:
+            return None
+        comm.stop_counting(self._traffic)
+        sent, self._traffic = sum(self._traffic.take().values()), None
+        return sent
 
     def backward_broke(self) -> None:
         """Give up the pass of a backward that an exception broke off."""
@@ -464,6 +484,7 @@ class Reducer:
     # ------------------------------------------------------------------ the end of a pass
 
     def _abandon(self) -> None:
+        self._stop_counting()
         if self._engine.active:
             self.broke_at = (*self.progress(), self.waits_for())
         self.abandoned_work |= self._flights.under_way or (self._engine.active and self._engine.launched > 0)
@@ -479,6 +500,8 @@ class Reducer:
         try:
             with _compat.span("ldh::finish"), torch.no_grad():
                 self._finish_pass()
+            if self._traffic is not None:
+                self.sent_in_pass = self._stop_counting()
         except BaseException:
             self._abandon()
             raise

@@ -47,7 +47,7 @@ from lightning_ddp_hooks.strategy.combinations import Run, idle, refuse
 from lightning_ddp_hooks.strategy.health import HealthStrategy
 from lightning_ddp_hooks.strategy.lightning_names import averager_by_lightnings_names, hook_by_lightnings_names
 from lightning_ddp_hooks.strategy.optimizer import between_backward_and_step
-from lightning_ddp_hooks.strategy.sent import SentInAStep
+from lightning_ddp_hooks.strategy.sent import SentOnce
 from lightning_ddp_hooks.strategy.summary import declared, summary_text, without_effect
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class DDPHooksStrategy(HealthStrategy):
         self._loss_scale = 1.0
         self._passes_in_backward = 0
         self._missing_loss: Tensor | None = None
-        self._sent: SentInAStep | None = None
+        self._sent: SentOnce | None = None
 
     # ------------------------------------------------------------------ what users call
 
@@ -388,10 +388,8 @@ class DDPHooksStrategy(HealthStrategy):
         texts = declared(hook, self._averager, self._optimizer_in_hook)
         inputs = self._uneven_text()
         texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
-        facts = self.reducer.stats()
-        rank_zero_info(summary_text(facts, texts))
-        if hook is not None and self.global_rank == 0 and self.reducer.world_size > 1:
-            self._sent = SentInAStep(hook, facts)
+        rank_zero_info(summary_text(self.reducer.stats(), texts))
+        self._sent = SentOnce(hook, self.reducer) if self.global_rank == 0 else None
         module = self.lightning_module
         assert module is not None
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
@@ -474,9 +472,7 @@ class DDPHooksStrategy(HealthStrategy):
         self._stop_nonfinite()
         self._stop_averaging()
         self._stop_optimizers()
-        if self._sent is not None:
-            self._sent.close()
-            self._sent = None
+        self._sent = None
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None

@@ -3,15 +3,19 @@
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fabric_runs import make_fabric, make_model, sgd, train
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from ranks import run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from trainer_runs import QUIET, Net, make_module, make_trainer
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import CommMonitor
 from lightning_ddp_hooks.hooks import BlockQuantize, Cast, PowerSGD, Schedule, Stage
 
@@ -33,14 +37,39 @@ def lines_of(action: Callable[[], Any]) -> list[str]:
     for logger in loggers:
         logger.removeHandler(handler)
     assert comm.current_tally() is None, "somebody counts on"
-    return [line for line in lines if "each rank sent" in line]
+    return [line for line in lines if "rank 0 sent" in line]
 
 
 def fit_with(strategy: dict[str, Any], **options: Any) -> list[str]:
     return lines_of(lambda: make_trainer(strategy, **{**QUIET, **options}).fit(make_module(Net)))
 
 
-def in_trainers(tmp_path: Any) -> dict[str, list[str]]:
+class RaisesInBackward(Net):
+    def on_after_backward(self) -> None:
+        if self.global_step == 3:
+            raise ValueError("in the counted step")
+
+
+def fit_that_raises() -> None:
+    with pytest.raises(ValueError, match="in the counted step"):
+        make_trainer({"comm_hook": "int8"}, **QUIET).fit(make_module(RaisesInBackward))
+
+
+class WithRate(Net):
+    lr = 0.01
+
+
+def fit_with_a_finder(tmp_path: Path) -> None:
+    """Fit within a fit, which ends after the steps that are not counted, and count with a monitor then."""
+    trainer = make_trainer(
+        {"comm_hook": "int8"},
+        **{**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path},
+        callbacks=[LearningRateFinder(num_training_steps=3), CommMonitor(dirpath=tmp_path)],
+    )
+    trainer.fit(make_module(WithRate))
+
+
+def in_trainers(tmp_path: Path) -> dict[str, list[str]]:
     return {
         "mean": fit_with({}),
         "int8": fit_with({"comm_hook": "int8"}),
@@ -50,18 +79,28 @@ def in_trainers(tmp_path: Any) -> dict[str, list[str]]:
         "stages": fit_with({"comm_hook": Schedule([Stage(0, "fp16"), Stage(5, "int8")])}),
         "accumulating": fit_with({"comm_hook": "int8"}, accumulate_grad_batches=2, max_epochs=4),
         "ends meanwhile": fit_with({"comm_hook": "int8"}, max_steps=3),
+        "function": fit_with({"comm_hook": (None, fp16_compress_hook)}),
+        "noop": fit_with({"comm_hook": "noop"}),
+        "averager": fit_with({"averager": DiLoCo(period=2, comm_hook="int8")}),
+        "checkpoint": fit_with(
+            {"comm_hook": "int8", "averager": PeriodicModelAverager(period=2, warmup_steps=100)},
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(tmp_path / "here", every_n_train_steps=3)],
+        ),
+        "raises": lines_of(fit_that_raises),
+        "finder, monitor": lines_of(lambda: fit_with_a_finder(tmp_path)),
         "monitor": fit_with({"comm_hook": "int8"}, callbacks=[CommMonitor(dirpath=tmp_path)]),
     }
 
 
-def test_a_trainer_says_once_what_a_step_sends(tmp_path: Any) -> None:
+def test_a_trainer_says_once_what_a_step_sends(tmp_path: Path) -> None:
     first, second = run_ranks(in_trainers, tmp_path)
     assert not any(second.values())
     params = [param.numel() for param in make_module(Net).parameters()]
 
     def bytes_in(name: str) -> tuple[int, float]:
         (line,) = first[name]
-        said = r"lightning_ddp_hooks: in step (\d+) each rank sent about ([\d.]+) (KiB|MiB); .* would send (.*)"
+        said = r"lightning_ddp_hooks: in the backward of step (\d+) rank 0 sent ([\d.]+) (KiB|MiB); .* would send (.*)"
         found = re.fullmatch(said, line)
         assert found is not None
         step, sent, unit, plain = found.groups()
@@ -69,10 +108,12 @@ def test_a_trainer_says_once_what_a_step_sends(tmp_path: Any) -> None:
         return int(step), float(sent) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit]
 
     int8 = BlockQuantize().wire_bytes(sum(params), 2)
-    assert not any(first[name] for name in ("mean", "too late", "ends meanwhile", "monitor"))
+    silent = ("mean", "too late", "ends meanwhile", "monitor", "function", "noop", "averager", "raises")
+    assert {name: first[name] for name in silent} == {name: [] for name in silent}
     for name, at, expected in (
         ("int8", 3, int8),
         ("accumulating", 3, int8),
+        ("checkpoint", 3, int8),
         ("half", 3, 2 * sum(params)),
         ("stages", 3, 2 * sum(params)),
     ):
@@ -98,4 +139,4 @@ def test_fabric_says_it_too() -> None:
     first, second = run_ranks(in_fabric)
     assert second == []
     assert len(first) == 1
-    assert first[0].startswith("lightning_ddp_hooks: in step 3 each rank sent about ")
+    assert first[0].startswith("lightning_ddp_hooks: in the backward of step 3 rank 0 sent ")
