@@ -54,8 +54,10 @@ class ArgumentParser(LightningArgumentParser):
         """
         if wrong := _wrong_names(message):
             names = _names(getattr(ex, "subcommand_parser", self))
-            texts = [f"{name}: {_right_names(name, names)}" for name in wrong]
-            message += "; " + (_right_names(wrong[0], names) if len(wrong) == 1 else "\n  ".join(["", *texts]).lstrip())
+            texts = [_right_names(name, names) for name in wrong]
+            if len(wrong) > 1:
+                texts = [f"{name}: {text}" for name, text in zip(wrong, texts, strict=True)]
+            message += "; " + "\n  ".join(texts)
         elif self.exit_on_error:  # the outermost parser, whose message has those of the others in it
             message = "\n".join([message, *dict.fromkeys(_remedies(message))])
         super().error(message, ex)

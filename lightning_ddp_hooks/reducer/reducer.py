@@ -451,7 +451,10 @@ class Reducer:
         self._flights.launch(index)
 
     def count_next_pass(self) -> None:
-        """Have what this rank sends in the next pass counted, unless somebody else counts; see `sent_in_pass`."""
+        """Have the bytes counted that this rank sends in the next pass, or the first one in which nobody else counts.
+
+        Until that has ended `sent_in_pass` is None, and from then on their number.
+        """
         self.sent_in_pass = None
         self._counts_next_pass = True
 

@@ -68,6 +68,22 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LightningCLI]
     return run
 
 
+@pytest.fixture
+def error_of(
+    command_line: Callable[..., LightningCLI], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> Callable[..., str]:
+    """What a command line that is wrong ends with, under our parser, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            command_line(*flags, parser_class=ListingParser)
+        assert left.value.code == 2
+        return str(capsys.readouterr().err)
+
+    return run
+
+
 @pytest.mark.parametrize("cls", EXPLAINED, ids=name_of)
 def test_every_argument_is_explained(cls: type) -> None:
     parser = ArgumentParser()
@@ -224,22 +240,14 @@ def _options_of(cls: type) -> str:
 def test_our_parser_lists_the_right_flags(
     flags: list[str],
     said: str,
-    command_line: Callable[..., LightningCLI],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    error_of: Callable[..., str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("wrong.yaml").write_text("trainer: {max_epoc: 3}")
     averager = {"class_path": "lightning_ddp_hooks.averaging.SlowMo", "init_args": {"perod": 3}}
     strategy = {"class_path": "lightning_ddp_hooks.DDPHooksStrategy", "init_args": {"averager": averager}}
     Path("deep.yaml").write_text(json.dumps({"trainer": {"strategy": strategy}}))
 
-    with pytest.raises(SystemExit) as left:
-        command_line(*flags, parser_class=ListingParser)
-
-    assert left.value.code == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(said, error_of(*flags))
 
 
 @takes_a_parser
@@ -310,20 +318,13 @@ def test_flags_before_the_subcommand_are_told_where_to_go(
 def test_the_last_line_says_what_to_do(
     flags: list[str],
     last: str,
-    command_line: Callable[..., LightningCLI],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    error_of: Callable[..., str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     hook = {"class_path": "lightning_ddp_hooks.hooks.PowerSGD", "rank": 3}
     strategy = {"class_path": "lightning_ddp_hooks.DDPHooksStrategy", "init_args": {"comm_hook": hook}}
     Path("beside.yaml").write_text(json.dumps({"trainer": {"strategy": strategy}}))
-    with pytest.raises(SystemExit) as left:
-        command_line(*flags, parser_class=ListingParser)
 
-    assert left.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(last)
+    assert error_of(*flags).splitlines()[-1].startswith(last)
 
 
 @takes_a_parser
