@@ -59,7 +59,7 @@ class Switch(Callback):
         self._recorder = self.monitor._recorder or self._recorder
         self.monitor._recorder = self._recorder if on else None
         reducer.observer = self.monitor._recorder
-        comm.count_traffic(self._recorder._traffic if on else None)
+        comm.count_bytes(self._recorder._traffic if on else None)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._turn(trainer.strategy.reducer, on=True)  # so that the monitor ends as it should

@@ -52,7 +52,7 @@ class LabError(RuntimeError):
     """The lab cannot be built here, or a script failed in it."""
 
 
-class Traffic(NamedTuple):
+class ByteCounter(NamedTuple):
     """What a link's interface counted, in bytes, with all headers that the kernel adds (TCP, IP, Ethernet)."""
 
     sent: int
@@ -234,7 +234,7 @@ class Lab:
         finally:
             signal.signal(signal.SIGTERM, self._handler_before)
 
-    def bytes(self) -> list[Traffic]:
+    def bytes(self) -> list[ByteCounter]:
         """Return what each host has sent and received since the lab was built, as its link counts it.
 
         The counters see packets as the kernel hands them over: those of one connection mostly in bundles with one
@@ -245,7 +245,7 @@ class Lab:
             statistics = Path("/sys/class/net") / _port(self._owner, host) / "statistics"
             # The port's view is the other way round.
             sent, received = (int((statistics / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
-            counts.append(Traffic(sent, received))
+            counts.append(ByteCounter(sent, received))
         return counts
 
     def run(

@@ -29,7 +29,7 @@ from faults import Ended, run_with_fault  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from trainer_runs import State  # noqa: E402
 
-from lightning_ddp_hooks.health.watch import EXIT_CODE  # noqa: E402
+from lightning_ddp_hooks.health.failure_detector import EXIT_CODE  # noqa: E402
 
 SOON = 20.0
 HARMLESS = ("delay",)

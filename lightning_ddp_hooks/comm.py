@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks._compat import TorchGradBucket as TorchGradBucket
-from lightning_ddp_hooks.traffic import Collective, Tally, Traffic, sent_by_rank
+from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal, Collective, sent_by_rank
 
 ProcessGroup = dist.ProcessGroup
 DEFAULT_TIMEOUT: timedelta = dist.default_pg_timeout
@@ -281,10 +281,10 @@ def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) ->
 
 # ---------------------------------------------------------------------- what is sent
 
-_traffic: Traffic | None = None  # nobody counts by default
+_traffic: ByteCounter | None = None  # nobody counts by default
 
 
-def count_traffic(traffic: Traffic | None) -> None:
+def count_bytes(traffic: ByteCounter | None) -> None:
     """Have what this rank sends counted, or (None) not any more.
 
     Raises:
@@ -296,19 +296,19 @@ def count_traffic(traffic: Traffic | None) -> None:
     _traffic = traffic
 
 
-def stop_counting(traffic: Traffic) -> None:
+def stop_counting(traffic: ByteCounter) -> None:
     """Have what this rank sends not counted in ``traffic`` any more, if it still is."""
     global _traffic
     if _traffic is traffic:
         _traffic = None
 
 
-def current_tally() -> Tally | None:
+def current_total() -> ByteTotal | None:
     """Return the tally that is added to now; None while nobody counts."""
     return None if _traffic is None else _traffic.current
 
 
-def counted_in(tally: Tally | None) -> AbstractContextManager[None]:
+def counted_in(tally: ByteTotal | None) -> AbstractContextManager[None]:
     """Have what is sent under this context added to ``tally``; None leaves things as they are."""
     return _NOT_COUNTED if _traffic is None or tally is None else _counting(_traffic, tally)
 
@@ -322,7 +322,7 @@ _NOT_COUNTED: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
-def _counting(traffic: Traffic, tally: Tally) -> Iterator[None]:
+def _counting(traffic: ByteCounter, tally: ByteTotal) -> Iterator[None]:
     before, traffic.current = traffic.current, tally
     try:
         yield

@@ -134,7 +134,7 @@ class DataParallel(nn.Module, Joinable):
             install_hook(self.reducer, declared, self._clock)
 
     def _clock(self) -> int:
-        return self.reducer.passes if self._step is None else self._step
+        return self.reducer.synced_backwards if self._step is None else self._step
 
     def set_step(self, step: int) -> None:
         """Set the training step that hooks see; without it they see the number of synchronised backwards.
@@ -153,7 +153,7 @@ class DataParallel(nn.Module, Joinable):
         """Run the module; with gradients enabled, prepare for the backward."""
         if self.reducer.detached:
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
-        self.reducer.settle()
+        self.reducer.finalize_pending_backward()
         self.reducer.before_forward(self._announce_forward())
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -230,8 +230,8 @@ class DataParallel(nn.Module, Joinable):
             if event is not None and not by_world_size:
                 self.reducer.set_divisor(len(event.active))
 
-        self.reducer.settle()
-        self.reducer.on_pass = announce_backward
+        self.reducer.finalize_pending_backward()
+        self.reducer.on_backward_begin = announce_backward
         return DataParallelJoinHook(self.module, self.reducer, divide_by_initial_world_size=by_world_size)
 
     def _announce_forward(self) -> int:

@@ -64,7 +64,7 @@ def tree_children(place: int, world_size: int) -> int:
     return children
 
 
-class Tally:
+class ByteTotal:
     """A running sum of bytes.
 
     Attributes:
@@ -81,7 +81,7 @@ CONTROL = "control"
 """What ranks send to agree with each other, and whatever else has no name."""
 
 
-class Traffic:
+class ByteCounter:
     """The account of what this rank sends, by purpose.
 
     Args:
@@ -93,12 +93,12 @@ class Traffic:
 
     def __init__(self, *, gives_way: bool = False) -> None:
         self.gives_way = gives_way
-        self._named: dict[str, Tally] = {}
+        self._named: dict[str, ByteTotal] = {}
         self.current = self.tally(CONTROL)
 
-    def tally(self, name: str) -> Tally:
+    def tally(self, name: str) -> ByteTotal:
         """Return the tally of a named purpose."""
-        return self._named.setdefault(name, Tally())
+        return self._named.setdefault(name, ByteTotal())
 
     def note(self, collective: Collective, nbytes: int, world_size: int) -> None:
         """Be told of a collective that this rank puts ``nbytes`` into; for those who want more than sums."""

@@ -10,7 +10,7 @@ from lightning_ddp_hooks.monitor.clock import Instant
 from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
 from lightning_ddp_hooks.monitor.recorder import Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
-from lightning_ddp_hooks.traffic import Traffic
+from lightning_ddp_hooks.traffic import ByteCounter
 
 
 class FakeClock:
@@ -76,7 +76,7 @@ class Watched:
 
     def __init__(self, clock: FakeClock | None = None, error: Any = None) -> None:
         self.clock = clock or FakeClock()
-        self.traffic = Traffic()
+        self.traffic = ByteCounter()
         self.recorder = Recorder(self.clock, self.traffic, error)
 
     def at(self, now: float, call: str, *args: Any) -> Any:

@@ -15,45 +15,52 @@ from ranks import run_ranks
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.blocked import blocking_collective
+from lightning_ddp_hooks.health.failure_detector import EXIT_CODE, FailureDetector
+from lightning_ddp_hooks.health.heartbeat import MAX_TEXT, Heartbeat, Progress, State
+from lightning_ddp_hooks.health.heartbeat_thread import HeartbeatThread
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
-from lightning_ddp_hooks.health.note import MAX_TEXT, Note, State, Whereabouts
-from lightning_ddp_hooks.health.post import Post
 from lightning_ddp_hooks.health.replicas import check_replicas
-from lightning_ddp_hooks.health.report import LIKELY_CAUSE, Sighting, failed_ranks, failure_report, lost_ranks, parted
-from lightning_ddp_hooks.health.watch import EXIT_CODE, Watch
+from lightning_ddp_hooks.health.report import (
+    LIKELY_CAUSE,
+    PeerStatus,
+    deadlocked,
+    failed_ranks,
+    failure_report,
+    lost_ranks,
+)
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 
-HERE = Whereabouts(3, 3, 1, 2, "bucket 0 ('a', 'b')")
+HERE = Progress(3, 3, 1, 2, "bucket 0 ('a', 'b')")
 PERIOD = 0.05
 
 
-def _note(state: State = State.RUNNING, text: str = "") -> Note:
-    return Note(1, Whereabouts(2), state, text)
+def _note(state: State = State.RUNNING, text: str = "") -> Heartbeat:
+    return Heartbeat(1, Progress(2), state, text)
 
 
 def test_a_note_survives_the_store() -> None:
-    note = Note(7, HERE, State.FAILED, "Traceback: ü")
-    assert Note.decode(note.encode()) == note
+    note = Heartbeat(7, HERE, State.FAILED, "Traceback: ü")
+    assert Heartbeat.decode(note.encode()) == note
 
 
 def test_of_a_long_text_the_end_is_kept() -> None:
-    assert Note.decode(_note(State.FAILED, "x" * 10 * MAX_TEXT + "end").encode()).text.endswith("xend")
+    assert Heartbeat.decode(_note(State.FAILED, "x" * 10 * MAX_TEXT + "end").encode()).text.endswith("xend")
     assert len(_note(State.FAILED, "x" * 10 * MAX_TEXT).encode()) < 2 * MAX_TEXT
 
 
 def test_only_ranks_that_ought_to_write_are_lost() -> None:
-    seen = {1: Sighting(_note(), 9), 2: Sighting(_note(State.FINISHED), 9), 3: Sighting(_note(), 1)}
+    seen = {1: PeerStatus(_note(), 9), 2: PeerStatus(_note(State.FINISHED), 9), 3: PeerStatus(_note(), 1)}
     assert lost_ranks(seen, 5) == [1]
-    assert failed_ranks({0: Sighting(_note(State.FAILED), 0), **seen}) == [0]
+    assert failed_ranks({0: PeerStatus(_note(State.FAILED), 0), **seen}) == [0]
 
 
 def test_the_report_names_ranks_places_and_errors() -> None:
     seen = {
-        1: Sighting(_note(), 9.4),
-        2: Sighting(_note(State.FAILED, "ValueError: bad\n"), 0),
-        3: Sighting(_note(), 0),
+        1: PeerStatus(_note(), 9.4),
+        2: PeerStatus(_note(State.FAILED, "ValueError: bad\n"), 0),
+        3: PeerStatus(_note(), 0),
     }
     assert failure_report(0, HERE, seen, silent_s=5) == (
         "Rank 2 failed at step 2, outside a backward.\n"
@@ -70,33 +77,33 @@ def test_the_report_names_the_host_of_a_store_that_is_gone() -> None:
 
 
 def test_the_report_says_where_all_are_if_none_failed() -> None:
-    report = failure_report(0, HERE, {1: Sighting(_note(State.FINISHED), 0)}, silent_s=5)
+    report = failure_report(0, HERE, {1: PeerStatus(_note(State.FINISHED), 0)}, silent_s=5)
     assert "did ranks part ways?\nRank 1 (finished): step 2, outside a backward." in report
     assert report.splitlines()[-1] == LIKELY_CAUSE
 
 
 def test_a_likely_cause_is_told_only_if_none_failed() -> None:
     seen = {1: _waits("a decision")}
-    report = failure_report(0, HERE, seen, silent_s=5, have_parted=True, likely_cause="The moon.")
+    report = failure_report(0, HERE, seen, silent_s=5, are_deadlocked=True, likely_cause="The moon.")
     assert report.startswith("The ranks have parted ways")
     assert report.splitlines()[-1] == "The moon."
-    assert "The moon." not in failure_report(0, HERE, {1: Sighting(_note(State.FAILED), 0)}, silent_s=5)
-    assert LIKELY_CAUSE not in failure_report(0, HERE, seen, silent_s=5, have_parted=True, likely_cause="")
+    assert "The moon." not in failure_report(0, HERE, {1: PeerStatus(_note(State.FAILED), 0)}, silent_s=5)
+    assert LIKELY_CAUSE not in failure_report(0, HERE, seen, silent_s=5, are_deadlocked=True, likely_cause="")
     for state in (State.FAILED, State.GAVE_UP):
-        assert LIKELY_CAUSE not in failure_report(0, HERE, {1: Sighting(_note(state, "Why."), 0)}, silent_s=5)
-    assert LIKELY_CAUSE not in failure_report(0, HERE, {1: Sighting(_note(), 9)}, silent_s=5)
+        assert LIKELY_CAUSE not in failure_report(0, HERE, {1: PeerStatus(_note(state, "Why."), 0)}, silent_s=5)
+    assert LIKELY_CAUSE not in failure_report(0, HERE, {1: PeerStatus(_note(), 9)}, silent_s=5)
 
 
 def test_a_rank_that_knows_nothing_itself_takes_the_word_of_one_that_gave_up() -> None:
-    seen = {1: Sighting(_note(State.GAVE_UP, "Rank 2 died or was stopped."), 0), 2: Sighting(_note(), 0)}
+    seen = {1: PeerStatus(_note(State.GAVE_UP, "Rank 2 died or was stopped."), 0), 2: PeerStatus(_note(), 0)}
     report = failure_report(0, HERE, seen, silent_s=5)
     assert report.startswith("Rank 1 gave up: Rank 2 died or was stopped.\nRank 0, this one, was at step 3")
 
 
 def _waits(
     what: str, *, buckets: int = 0, still_s: float = 9, state: State = State.RUNNING, silent_s: float = 0
-) -> Sighting:
-    return Sighting(Note(1, Whereabouts(2, 2, buckets, buckets, what), state), silent_s, still_s)
+) -> PeerStatus:
+    return PeerStatus(Heartbeat(1, Progress(2, 2, buckets, buckets, what), state), silent_s, still_s)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +121,14 @@ def _waits(
         ([], False),  # nothing is known of them
     ],
 )
-def test_ranks_have_parted_only_if_all_wait_and_not_for_the_same(others: list[Sighting], expected: bool) -> None:
-    here = Whereabouts(2, waits_for="a value")
-    assert parted(here, dict(enumerate(others, 1)), max(2, 1 + len(others)), 5) is expected
+def test_ranks_have_parted_only_if_all_wait_and_not_for_the_same(others: list[PeerStatus], expected: bool) -> None:
+    here = Progress(2, waits_for="a value")
+    assert deadlocked(here, dict(enumerate(others, 1)), max(2, 1 + len(others)), 5) is expected
 
 
 def test_ranks_in_a_backward_wait_for_the_same() -> None:
-    here = Whereabouts(2, 2, 1, 2, "bucket 0")
-    assert not parted(here, {1: _waits("bucket 1", buckets=2)}, 2, 5)
+    here = Progress(2, 2, 1, 2, "bucket 0")
+    assert not deadlocked(here, {1: _waits("bucket 1", buckets=2)}, 2, 5)
 
 
 def _look_at_a_blocked_thread(size: int) -> str:
@@ -182,20 +189,20 @@ class Ranks:
         self.store = dist.HashStore()
         self.exits: list[int] = []
         self.step = itertools.repeat(0)
-        self.posts: list[Post] = []
+        self.posts: list[HeartbeatThread] = []
         self.other = self.post()
-        self.watch = Watch(
+        self.watch = FailureDetector(
             self.store,
             0,
             2,
-            lambda: Whereabouts(next(self.step)),
+            lambda: Progress(next(self.step)),
             timeout=6 * PERIOD,
             store_host="here",
             exit_process=self.exits.append,
         )
 
-    def post(self) -> Post:
-        post = Post(self.store, 1, 2, lambda: Whereabouts(5), PERIOD)
+    def post(self) -> HeartbeatThread:
+        post = HeartbeatThread(self.store, 1, 2, lambda: Progress(5), PERIOD)
         post.start()
         self.posts.append(post)
         return post

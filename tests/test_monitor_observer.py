@@ -15,11 +15,11 @@ import lightning_ddp_hooks as ldh
 pytestmark = pytest.mark.ranks
 
 PASS_OF_TWO_BUCKETS = [
-    "pass_opened",
+    "backward_opened",
     "bucket_full 0 1.0", "launch_begins 0", "launch_ended 0",
     "bucket_full 1 1.0", "launch_begins 1", "launch_ended 1",
     "wait_begins", "bucket_done 0", "bucket_done 1", "wait_ended",
-    "pass_ended",
+    "backward_finished",
 ]  # fmt: skip
 
 
@@ -76,9 +76,9 @@ def test_a_pass_is_told_in_order(backend: str) -> None:
     require(backend)
     for first, *usual, accumulated, unobserved in run_ranks(_record, backend, None):
         # The recorded backward sends one bucket, once ranks have exchanged their reports.
-        assert first[0] == "pass_opened"
+        assert first[0] == "backward_opened"
         assert first[1:3] == ["wait_begins", "wait_ended"]
-        assert first[-4:] == ["wait_begins", "bucket_done 0", "wait_ended", "pass_ended"]
+        assert first[-4:] == ["wait_begins", "bucket_done 0", "wait_ended", "backward_finished"]
         assert usual == [PASS_OF_TWO_BUCKETS] * 2
         assert accumulated == unobserved == []
 
@@ -109,9 +109,9 @@ def _broken() -> list[str]:
 
 def test_a_broken_pass_is_told_of() -> None:
     for events in run_ranks(_broken):
-        first_end = events.index("pass_abandoned")
-        assert "pass_ended" not in events[:first_end]
-        assert events[first_end:].count("pass_ended") == 1
+        first_end = events.index("backward_aborted")
+        assert "backward_finished" not in events[:first_end]
+        assert events[first_end:].count("backward_finished") == 1
 
 
 def _train(name: str, backend: str, observer: Any) -> list[Tensor]:
@@ -136,7 +136,7 @@ def _compare_all(backend: str) -> dict[str, bool]:
         log = Log()
         alone, watched = _train(name, backend, None), _train(name, backend, log)
         found[name] = all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
-        assert log.events.count("pass_opened") == log.events.count("pass_ended") > 0, name
+        assert log.events.count("backward_opened") == log.events.count("backward_finished") > 0, name
         assert log.events.count("wait_begins") == log.events.count("wait_ended"), name
     return found
 

@@ -12,7 +12,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.monitor.clock import HostClock
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
-from lightning_ddp_hooks.traffic import Traffic
+from lightning_ddp_hooks.traffic import ByteCounter
 
 
 def test_a_step_is_what_was_told_of_it() -> None:
@@ -21,7 +21,7 @@ def test_a_step_is_what_was_told_of_it() -> None:
 
     run.at(1, "begin_step", 7)
     run.at(2, "backward_begins")
-    run.at(3, "pass_opened")
+    run.at(3, "backward_opened")
     run.launch(first, 4, 4.5, object(), sent=100)
     run.send(9)  # in between, for nothing in particular
     run.launch(second, 5, 5.5, object(), sent=200)
@@ -31,7 +31,7 @@ def test_a_step_is_what_was_told_of_it() -> None:
     run.at(8.5, "bucket_done", 0, first.buffer())
     run.at(8.5, "bucket_done", 1, second.buffer())
     run.at(9, "wait_ended")
-    run.at(9, "pass_ended")
+    run.at(9, "backward_finished")
     run.at(9.5, "backward_ended")
     [step] = run.at(10, "end_step")
 
@@ -60,7 +60,7 @@ def test_a_staged_bucket_is_done_when_its_last_collective_is(second_tells: bool,
     task.collective = object()
 
     run.at(0, "begin_step", 0)
-    run.at(1, "pass_opened")
+    run.at(1, "backward_opened")
     run.launch(bucket, 2, 3, task, sent=10)
     run.clock.tells[0](4.0)
     run.clock.now = 5.0
@@ -90,7 +90,7 @@ def test_what_hooks_compute_in_a_wait_is_told_from_the_waiting() -> None:
         told(*([object()] if then == "on_collective" else []))
 
     run.at(0, "begin_step", 0)
-    run.at(1, "pass_opened")
+    run.at(1, "backward_opened")
     for bucket, task in zip(buckets, tasks, strict=True):
         task.collective = object()
         run.launch(bucket, 2 + bucket.index(), 2.5 + bucket.index(), task)
@@ -105,7 +105,7 @@ def test_what_hooks_compute_in_a_wait_is_told_from_the_waiting() -> None:
     for bucket in buckets:
         run.at(9, "bucket_done", bucket.index(), bucket.buffer())
     run.at(9, "wait_ended")
-    run.at(9, "pass_ended")
+    run.at(9, "backward_finished")
     [step] = run.at(10, "end_step")
 
     assert step.waits == ((5, 9),)
@@ -118,14 +118,14 @@ def test_several_backwards_and_waits_make_one_step() -> None:
     run.at(0, "begin_step", 0)
     for begin in (1, 11):
         run.at(begin, "backward_begins")
-        run.at(begin + 1, "pass_opened")
+        run.at(begin + 1, "backward_opened")
         run.launch(bucket, begin + 2, begin + 3, object(), sent=8)
         run.at(begin + 4, "wait_begins")  # agreeing on what is used
         run.at(begin + 5, "wait_ended")
         run.at(begin + 6, "wait_begins")
         run.at(begin + 7, "bucket_done", 0, bucket.buffer())
         run.at(begin + 7, "wait_ended")
-        run.at(begin + 7, "pass_ended")
+        run.at(begin + 7, "backward_finished")
     [step] = run.at(20, "end_step")
 
     assert (step.backward_begin, step.backward_end) == (1, 15)
@@ -140,7 +140,7 @@ def test_backwards_that_only_accumulate_are_part_of_the_forward() -> None:
     run.at(1, "backward_begins")
     run.at(2, "backward_ended")
     run.at(4, "backward_begins")
-    run.at(5, "pass_opened")
+    run.at(5, "backward_opened")
     run.at(6, "wait_begins")
     run.at(7, "wait_ended")
     [step] = run.at(8, "end_step")
@@ -164,10 +164,10 @@ def test_what_a_broken_pass_has_told_counts_for_nothing() -> None:
     run = Watched()
     bucket = FakeBucket(0)
     run.at(0, "begin_step", 0)
-    run.at(1, "pass_opened")
+    run.at(1, "backward_opened")
     run.at(2, "bucket_full", bucket, 1.0)
     run.at(2, "launch_begins", 0)
-    run.at(3, "pass_abandoned")  # the launch has failed
+    run.at(3, "backward_aborted")  # the launch has failed
     run.send(5)
     run.at(4, "wait_ended")
     [step] = run.at(5, "end_step")
@@ -180,7 +180,7 @@ def test_what_a_broken_pass_has_told_counts_for_nothing() -> None:
 def test_what_happens_between_steps_is_no_part_of_them() -> None:
     run = Watched()
     bucket = FakeBucket(0)
-    run.at(0, "pass_opened")
+    run.at(0, "backward_opened")
     run.launch(bucket, 1, 2, object(), sent=7)
     run.at(3, "wait_begins")
     run.at(4, "bucket_done", 0, bucket.buffer())
@@ -200,7 +200,7 @@ def test_on_a_device_a_step_comes_out_once_its_last_mark_has_passed() -> None:
     for number in range(3):
         start = 10 * number + 1
         run.at(start, "begin_step", number)
-        run.at(start + 1, "pass_opened")
+        run.at(start + 1, "backward_opened")
         run.at(start + 2, "bucket_full", bucket, 1.0)
         run.at(start + 3, "launch_begins", 0)  # the communication stream turns to it
         run.at(start + 4, "launch_ended", 0, object())
@@ -223,7 +223,7 @@ def test_on_a_device_a_hook_that_has_queued_all_its_phases_is_done_where_they_en
     bucket, task = FakeBucket(0), FakeTask()
     task.finished = True
     run.at(0, "begin_step", 0)
-    run.at(1, "pass_opened")
+    run.at(1, "backward_opened")
     run.at(2, "bucket_full", bucket, 1.0)
     run.at(3, "launch_begins", 0)
     run.at(4, "launch_ended", 0, task)
@@ -260,15 +260,15 @@ def test_a_collective_tells_when_it_is_done() -> None:
 def _compare(dtype: torch.dtype) -> list[float | None]:
     """Reduce twice the mean in one step, the mean in another one; compare in every second step."""
     group = comm.resolve_group(None)
-    traffic = Traffic()
-    comm.count_traffic(traffic)
+    traffic = ByteCounter()
+    comm.count_bytes(traffic)
     recorder = Recorder(HostClock(), traffic, CompressionError(group, 2))
     errors: list[float | None] = []
     for number, (factor, size) in enumerate([(2.0, 1.0), (2.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.0)]):
         bucket = FakeBucket(0)
         bucket._buffer = torch.full((4,), size * (1.0 + 2.0 * dist.get_rank()), dtype=dtype)
         recorder.begin_step(number)
-        recorder.pass_opened()
+        recorder.backward_opened()
         recorder.bucket_full(bucket, 0.5)
         recorder.launch_begins(0)
         recorder.launch_ended(0, object())
@@ -279,7 +279,7 @@ def _compare(dtype: torch.dtype) -> list[float | None]:
         [step] = recorder.end_step()
         errors.append(step.buckets[0].error)
         assert step.sent_bytes == 0  # the comparison is not the run's own traffic
-    comm.count_traffic(None)
+    comm.count_bytes(None)
     return errors
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.traffic import Traffic, sent_by_rank, tree_children
+from lightning_ddp_hooks.traffic import ByteCounter, sent_by_rank, tree_children
 
 
 @pytest.mark.parametrize("world_size", range(1, 20))
@@ -49,14 +49,14 @@ def _count_each() -> dict[str, int]:
         "gather_object": lambda: comm.gather_object([1], group),
         "broadcast_object": lambda: comm.broadcast_object([1], group, 1),
     }
-    traffic, found = Traffic(), {}
-    comm.count_traffic(traffic)
+    traffic, found = ByteCounter(), {}
+    comm.count_bytes(traffic)
     try:
         for name, call in calls.items():
             call()
             found[name] = traffic.take().get("control", 0)
     finally:
-        comm.count_traffic(None)
+        comm.count_bytes(None)
     comm.all_reduce(x, group).wait()  # not counted any more
     assert not traffic.take()
     return found
@@ -82,21 +82,21 @@ def _count_by_purpose() -> dict[str, int]:
     x = torch.ones(10)
     with comm.counted_as("averaging"), comm.counted_in(None):  # nobody counts: nothing happens
         comm.all_reduce(x, group).wait()
-    traffic = Traffic()
-    comm.count_traffic(traffic)
+    traffic = ByteCounter()
+    comm.count_bytes(traffic)
     try:
         with pytest.raises(RuntimeError, match="counted already"):
-            comm.count_traffic(Traffic())
+            comm.count_bytes(ByteCounter())
         with comm.counted_as("averaging"):
             comm.all_reduce(x, group).wait()
-            tally = comm.current_tally()
+            tally = comm.current_total()
             with comm.counted_as("buffers"):
                 comm.broadcast(x, group).wait()
         with comm.counted_in(tally):
             comm.all_reduce(x, group).wait()
         comm.all_reduce(x, group).wait()
     finally:
-        comm.count_traffic(None)
+        comm.count_bytes(None)
     return traffic.take()
 
 

@@ -297,12 +297,12 @@ def _hook_that_raises(backend: Any, one_at_a_time: bool) -> list[tuple[int, int,
         hook.bad_bucket = bucket
         with pytest.raises(ValueError, match="a bad bucket"):
             model(data(0, 0, 4, 8)).sum().backward()
-        if model.reducer.broke_at is None:  # the reducer hears of it in the next backward
+        if model.reducer.aborted_at is None:  # the reducer hears of it in the next backward
             places.append((*model.reducer.progress(), ""))
         else:
-            places.append(model.reducer.broke_at)
+            places.append(model.reducer.aborted_at)
         model(data(0, 0, 4, 8)).sum().backward()
-        assert model.reducer.broke_at is None
+        assert model.reducer.aborted_at is None
     return places
 
 

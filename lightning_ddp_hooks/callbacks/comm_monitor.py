@@ -28,7 +28,7 @@ from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 from lightning_ddp_hooks.monitor.trace import build_trace
-from lightning_ddp_hooks.traffic import Traffic
+from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -133,7 +133,7 @@ class CommMonitor(Callback):
             self._groups.append(comm.new_group(reducer.parent_group))
             error = CompressionError(self._groups[1], self.error_every_n_steps)
         backend = comm.backend_name(reducer.group)
-        traffic = Traffic()
+        traffic = ByteCounter()
         self._recorder = Recorder(clock_for(strategy.root_device, queues_waits=backend == "nccl"), traffic, error)
         self.record = RunRecord(
             world_size=reducer.world_size,
@@ -145,7 +145,7 @@ class CommMonitor(Callback):
         )
         self._unlogged = []
         self._steps_seen = trainer.global_step
-        comm.count_traffic(traffic)
+        comm.count_bytes(traffic)
         reducer.observer = self._recorder
 
     # ------------------------------------------------------------------ each step
@@ -246,7 +246,7 @@ class CommMonitor(Callback):
         if self._recorder is None:
             return
         self._recorder = None
-        comm.count_traffic(None)
+        comm.count_bytes(None)
         reducer = getattr(trainer.strategy, "_reducer", None)
         if reducer is not None:
             reducer.observer = None

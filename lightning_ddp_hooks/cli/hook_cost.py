@@ -28,7 +28,7 @@ from lightning_ddp_hooks.monitor.profile import BackwardProfile
 from lightning_ddp_hooks.monitor.timeline import median
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout, rebuilt_layout
-from lightning_ddp_hooks.traffic import Collective, Traffic
+from lightning_ddp_hooks.traffic import ByteCounter, Collective
 
 MIB = 1 << 20
 _WARM_ROUNDS = 2
@@ -37,7 +37,7 @@ _MAX_ROUNDS = 7
 _PAST_EVERY_WARM_UP = 1_000_000
 
 
-class _Log(Traffic):
+class _Log(ByteCounter):
     """Notes each collective instead of adding it up."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ def _time_bucket(
     seconds: list[float] = []
     issued: list[list[tuple[Collective, int]]] = []
     device = storage.buffer.device
-    comm.count_traffic(log)
+    comm.count_bytes(log)
     try:
         _settle(device)
         begin = time.perf_counter()
@@ -234,7 +234,7 @@ def _time_bucket(
         _settle(device)
         seconds.append(time.perf_counter() - begin)
     finally:
-        comm.count_traffic(None)
+        comm.count_bytes(None)
     return seconds, issued
 
 

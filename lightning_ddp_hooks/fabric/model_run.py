@@ -29,8 +29,8 @@ from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
 from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
 from lightning_ddp_hooks.fabric.settings import Settings
+from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
-from lightning_ddp_hooks.health.note import Whereabouts
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
 from lightning_ddp_hooks.hooks.install import install_hook
@@ -81,7 +81,7 @@ class ModelRun:
             timeout=settings.timeout,
             agree_on=settings.to_agree_on(),
         )
-        self.reducer.on_pass = self._backward_begins
+        self.reducer.on_backward_begin = self._backward_begins
         self.sent: SentOnce | None = None
         self.closed = False
         self._sync = True
@@ -179,7 +179,7 @@ class ModelRun:
             reducer.watch_backward_of(roots_in(output))
         if self._nonfinite is not None:
             self._nonfinite.watch(zip(reducer.names, reducer.params, strict=True))
-        if reducer.passes and not self._warned and not self.optimizers:
+        if reducer.synced_backwards and not self._warned and not self.optimizers:
             self._warn_of_a_clock_that_stands()
 
     def _warn_of_a_clock_that_stands(self) -> None:
@@ -225,8 +225,8 @@ class ModelRun:
             RuntimeError: on all ranks, if a gradient is not finite and the user wants to know.
         """
         reducer = self.reducer
-        reducer.settle()
-        joins = self._awaits_backward and reducer.passes == self._passes_before
+        reducer.finalize_pending_backward()
+        joins = self._awaits_backward and reducer.synced_backwards == self._passes_before
         self._awaits_backward = False
         if joins:
             reducer.sync = True
@@ -246,7 +246,7 @@ class ModelRun:
             if id(optimizer) in self._stepped:
                 self._step_is_over()
             yield
-            self._passes_before = self.reducer.passes
+            self._passes_before = self.reducer.synced_backwards
             self._awaits_backward = False
             self._stepped.add(id(optimizer))
             if all(id(own) in self._stepped for own in self.optimizers):
@@ -257,7 +257,7 @@ class ModelRun:
     def skip(self) -> None:
         """Take back what was stepped early: no rank had a loss."""
         if self.driver is not None:
-            self.driver.take_back()
+            self.driver.rollback()
 
     def _step_is_over(self) -> None:
         self._stepped.clear()
@@ -279,11 +279,11 @@ class ModelRun:
             self._bound_hook.rescale(scale / self._loss_scale)
             self._loss_scale = scale
 
-    def where(self) -> tuple[Whereabouts, bool]:
+    def where(self) -> tuple[Progress, bool]:
         """Tell how far it has come, and whether it is where it may wait for the other ranks. From any thread."""
         passes, launched, buckets = self.reducer.progress()
-        place = self.reducer.broke_at or (passes, launched, buckets, self.reducer.waits_for())
-        return Whereabouts(self.step, *place), bool(buckets) or self._stepping
+        place = self.reducer.aborted_at or (passes, launched, buckets, self.reducer.waits_for())
+        return Progress(self.step, *place), bool(buckets) or self._stepping
 
     # ------------------------------------------------------------------ averaging
 
@@ -386,7 +386,7 @@ class ModelRun:
         self._loss_scale = float(read.get("loss_scale", 1.0))
         optimizers = self.optimizers
         self._stepped = {id(optimizers[n]) for n in read.get("stepped", ()) if n < len(optimizers)}
-        self._passes_before = self.reducer.passes
+        self._passes_before = self.reducer.synced_backwards
         self._awaits_backward = False
         if warning := restore_hook(read, self._bound_hook):
             rank_zero_warn(warning)

@@ -29,7 +29,7 @@ from lightning_ddp_hooks.fabric.checkpoint import LoadedInParts, add_states, tak
 from lightning_ddp_hooks.fabric.model_run import ModelRun
 from lightning_ddp_hooks.fabric.module import HookedModule
 from lightning_ddp_hooks.fabric.settings import Settings
-from lightning_ddp_hooks.health.note import Whereabouts
+from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.config import ReducerConfig
@@ -343,11 +343,11 @@ class FabricDDPHooksStrategy(DDPStrategy):
             return
         own = weakref.ref(self)
 
-        def where() -> tuple[Whereabouts, bool]:
+        def where() -> tuple[Progress, bool]:
             strategy = own()
             places = [] if strategy is None else [run.where() for run in strategy._runs]
             # The model that is being trained now, or else the one that has come furthest.
-            return max(places, key=lambda place: (place[1], place[0].step), default=(Whereabouts(0), False))
+            return max(places, key=lambda place: (place[1], place[0].step), default=(Progress(0), False))
 
         problem = watch.start(reducer.control_group, timeout, where, partial(_exit_process, own))
         if problem is not None:

@@ -25,20 +25,20 @@ from types import TracebackType
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.attach import attach_report
-from lightning_ddp_hooks.health.note import Whereabouts
-from lightning_ddp_hooks.health.watch import Watch
+from lightning_ddp_hooks.health.failure_detector import FailureDetector
+from lightning_ddp_hooks.health.heartbeat import Progress
 
 _current: FabricWatch | None = None
 
 
 class FabricWatch:
-    """A `Watch` that ends with the process.
+    """A `FailureDetector` that ends with the process.
 
     Args:
         watch: the watch.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: FailureDetector) -> None:
         self._watch = watch
         self._explained = self._stopped = False
         self._hook_before = sys.excepthook
@@ -83,7 +83,7 @@ class FabricWatch:
 def start(
     group: comm.ProcessGroup,
     timeout: float,
-    where: Callable[[], tuple[Whereabouts, bool]],
+    where: Callable[[], tuple[Progress, bool]],
     exit_process: Callable[[int], object] = os._exit,
 ) -> str | None:
     """Watch over the ranks of a group from now on, in the place of a watch that is there already; on all ranks.
@@ -106,12 +106,12 @@ def start(
         return f"No failure reports: the store cannot be connected to a second time: {error}"
     ticks = itertools.count()
 
-    def moving_or_waiting() -> Whereabouts:
+    def moving_or_waiting() -> Progress:
         place, waits = where()
         # Without groups there is nobody to wait for.
         return place if waits and comm.is_initialized() else replace(place, passes=next(ticks))
 
-    watch = Watch(
+    watch = FailureDetector(
         store,
         comm.rank(group),
         comm.world_size(group),

@@ -25,7 +25,7 @@ class NonfiniteGradients:
         self._seen: list[tuple[str, Tensor]] = []
 
     def watch(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Watch those parameters that require a gradient, instead of those that were watched before.
+        """FailureDetector those parameters that require a gradient, instead of those that were watched before.
 
         Hooks run in the order in which they were set: to see what the user's hooks make of a gradient, call this last.
         """

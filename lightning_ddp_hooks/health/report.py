@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_ddp_hooks.health.note import Note, State, Whereabouts
+from lightning_ddp_hooks.health.heartbeat import Heartbeat, Progress, State
 
 LIKELY_CAUSE = "A likely cause: dataloaders of different lengths on the ranks."
 """Of ranks that are at different places though none has failed, if nothing more is known."""
 
 
 @dataclass(frozen=True)
-class Sighting:
+class PeerStatus:
     """What is known of another rank.
 
     Attributes:
@@ -21,12 +21,12 @@ class Sighting:
         still_s: seconds since the rank came to where it is.
     """
 
-    note: Note
+    note: Heartbeat
     silent_s: float
     still_s: float = 0.0
 
 
-def lost_ranks(seen: Mapping[int, Sighting], silent_s: float) -> list[int]:
+def lost_ranks(seen: Mapping[int, PeerStatus], silent_s: float) -> list[int]:
     """Return the ranks that ought to write notes and have not done so for ``silent_s`` seconds."""
     return [
         rank
@@ -35,12 +35,12 @@ def lost_ranks(seen: Mapping[int, Sighting], silent_s: float) -> list[int]:
     ]
 
 
-def failed_ranks(seen: Mapping[int, Sighting]) -> list[int]:
+def failed_ranks(seen: Mapping[int, PeerStatus]) -> list[int]:
     """Return the ranks that an error of their own has ended."""
     return [rank for rank, sighting in sorted(seen.items()) if sighting.note.state is State.FAILED]
 
 
-def parted(where: Whereabouts, seen: Mapping[int, Sighting], world_size: int, still_s: float) -> bool:
+def deadlocked(where: Progress, seen: Mapping[int, PeerStatus], world_size: int, still_s: float) -> bool:
     """Tell whether all ranks wait for each other, but not for the same thing, and so would wait for ever.
 
     A rank that says what it waits for has done its part of that, and does nothing else until the others have. (A rank
@@ -63,11 +63,11 @@ def parted(where: Whereabouts, seen: Mapping[int, Sighting], world_size: int, st
     return len(seen) == world_size - 1 and "" not in waits and len(waits) > 1
 
 
-def _wait(where: Whereabouts) -> str:
+def _wait(where: Progress) -> str:
     return "gradients" if where.buckets and where.waits_for else where.waits_for
 
 
-def accounts(seen: Mapping[int, Sighting]) -> list[str]:
+def accounts(seen: Mapping[int, PeerStatus]) -> list[str]:
     """Return what the ranks that gave up have to say about who failed."""
     return [
         f"Rank {rank} gave up: {sighting.note.text}"
@@ -78,12 +78,12 @@ def accounts(seen: Mapping[int, Sighting]) -> list[str]:
 
 def failure_report(
     rank: int,
-    where: Whereabouts,
-    seen: Mapping[int, Sighting],
+    where: Progress,
+    seen: Mapping[int, PeerStatus],
     *,
     silent_s: float,
     store_host: str | None = None,
-    have_parted: bool = False,
+    are_deadlocked: bool = False,
     likely_cause: str = LIKELY_CAUSE,
 ) -> str:
     """Say which rank brought this one down, and where both were.
@@ -94,7 +94,7 @@ def failure_report(
         seen: what is known of the other ranks.
         silent_s: after how many seconds of silence a rank counts as lost.
         store_host: where the store was, if it cannot be reached.
-        have_parted: whether all are known to wait for different things.
+        are_deadlocked: whether all are known to wait for different things.
         likely_cause: told if no rank is known to have failed.
 
     Returns:
@@ -115,7 +115,7 @@ def failure_report(
     if not lines:
         lines += accounts(seen)
     nobody_failed = not lines
-    if nobody_failed and have_parted:
+    if nobody_failed and are_deadlocked:
         lines.append("The ranks have parted ways: they wait for different things, and would do so for ever.")
         lines += [f"Rank {other} is at {s.note.where.text()}." for other, s in sorted(seen.items())]
     elif nobody_failed:

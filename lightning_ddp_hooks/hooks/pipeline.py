@@ -101,7 +101,7 @@ class _Task:
         self.on_collective: Callable[[Waitable], None] | None = None
         self.on_finished: Callable[[], None] | None = None
         # Later phases are issued while other buckets are at work, but count for what this one was launched for.
-        self._tally = comm.current_tally()
+        self._tally = comm.current_total()
 
     @property
     def begun(self) -> bool:

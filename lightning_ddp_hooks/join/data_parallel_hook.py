@@ -47,7 +47,7 @@ class DataParallelJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the final model from the lowest of the last joiners."""
         reducer = self._reducer
-        reducer.on_pass = None
+        reducer.on_backward_begin = None
         reducer.set_divisor(reducer.world_size)
         flags = torch.zeros(reducer.world_size, dtype=torch.int64)
         flags[comm.rank(reducer.group)] = int(is_last_joiner)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.monitor.clock import Clock, CudaClock, Instant
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
-from lightning_ddp_hooks.traffic import Tally, Traffic
+from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal
 
 
 class WatchedBucket(Protocol):
@@ -50,7 +50,7 @@ class _Flight:
         self.names = bucket.names
         self.grad_bytes = bucket.buffer().nbytes
         self.scale = scale
-        self.tally = Tally()
+        self.tally = ByteTotal()
         self.ready = self.launched = ready
         self.done: Instant | None = None
         self.exact: Tensor | None = None
@@ -92,7 +92,7 @@ class CompressionError:
     def __init__(self, group: comm.ProcessGroup, every_n_steps: int) -> None:
         self.group = group
         self.every_n_steps = every_n_steps
-        self._uncounted = Tally()
+        self._uncounted = ByteTotal()
 
     def begin(self, buffer: Tensor) -> tuple[Tensor, comm.Work]:
         """Start to sum a copy of the gradients, in at least float32."""
@@ -109,7 +109,7 @@ class CompressionError:
 
 
 class Recorder:
-    """Watches a reducer; a `PassObserver` by its methods.
+    """Watches a reducer; a `BackwardObserver` by its methods.
 
     Args:
         clock: makes instants.
@@ -121,7 +121,7 @@ class Recorder:
         outside_bytes: what was sent between steps, by purpose.
     """
 
-    def __init__(self, clock: Clock, traffic: Traffic, compression_error: CompressionError | None = None) -> None:
+    def __init__(self, clock: Clock, traffic: ByteCounter, compression_error: CompressionError | None = None) -> None:
         self._clock = clock
         self._traffic = traffic
         self._compression_error = compression_error
@@ -131,7 +131,7 @@ class Recorder:
         self._wait_begin: Instant | None = None
         self._has_waited = False
         self._hook_went_on: Instant | None = None
-        self._counted_before: Tally | None = None
+        self._counted_before: ByteTotal | None = None
         self._seen: set[tuple[str, ...]] = set()
         self.parameter_bytes: dict[str, int] = {}
         self.outside_bytes: dict[str, int] = {}
@@ -237,7 +237,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ what the reducer tells
 
-    def pass_opened(self) -> None:
+    def backward_opened(self) -> None:
         """Note the backward in which the first gradient came."""
         step = self._step
         self._has_waited = False
@@ -336,11 +336,11 @@ class Recorder:
             self._step.waits.append((self._wait_begin, self._clock.stamp()))
         self._wait_begin = None
 
-    def pass_ended(self) -> None:
+    def backward_finished(self) -> None:
         """Nothing is in flight any more."""
         self._open.clear()
 
-    def pass_abandoned(self) -> None:
+    def backward_aborted(self) -> None:
         """Forget what is in flight; the step goes on."""
         self._count_as_before()
         self._open.clear()

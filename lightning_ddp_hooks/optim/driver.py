@@ -2,7 +2,7 @@
 
     setup             OptimizerDriver(...); hook(inner) is what the reducer runs; attach(optimizers) once they exist
     each step         with stepping(): the closure, its backward with overlapping(); then `optimizer.step` goes on
-    no loss anywhere  take_back()
+    no loss anywhere  rollback()
     checkpoint        state_dict(optimizer), load_state_dict(optimizer, state)
     end               close()
 
@@ -78,7 +78,7 @@ class OptimizerDriver:
         reducer = self._reducer
         assert reducer is not None
         surroundings = Surroundings(
-            step=self._step_now, passes=lambda: reducer.passes, had_gradient=reducer.had_gradient
+            step=self._step_now, passes=lambda: reducer.synced_backwards, had_gradient=reducer.had_gradient
         )
         return StepInHook(inner=inner, settings=self.settings, surroundings=surroundings)
 
@@ -151,10 +151,10 @@ class OptimizerDriver:
     def _step_now(self) -> ShardedStep | None:
         return next(iter(self._steps.values()), None) if self._overlapping else None
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Undo the steps that were made early: no rank had a loss."""
         for step in self._steps.values():
-            step.take_back()
+            step.rollback()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -132,7 +132,7 @@ class ShardedStep:
             return None
         return self._exchange.start(params, self.owners.of, key)
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""
         for before in self._undo or ():
             before.restore()

@@ -123,7 +123,7 @@ def _on_our_reducer(
         zero.sharded_step.bundles = lambda: bucket_bundles(reducer)
     ending = _Ending(ddp, reducer, zero)
     surroundings = Surroundings(
-        step=ending.next_step, passes=lambda: reducer.passes, bucket_done=lambda bucket: ending.schedule()
+        step=ending.next_step, passes=lambda: reducer.synced_backwards, bucket_done=lambda bucket: ending.schedule()
     )
 
     def as_comm_hook(state: Any) -> CommHook:
@@ -148,12 +148,12 @@ class _Ending:
 
     def next_step(self) -> ShardedStep:
         step = self._zero.sharded_step
-        if step.begun and self._pass != self._reducer.passes and step.left():
+        if step.begun and self._pass != self._reducer.synced_backwards and step.left():
             raise RuntimeError(
                 "The last backward ended where the rest of its step could not be made (some parameters lay in no "
                 "bucket): call `step()` of the ShardedOptimizer after each backward."
             )
-        self._pass = self._reducer.passes
+        self._pass = self._reducer.synced_backwards
         self._zero.driven = True
         return step
 
@@ -166,7 +166,7 @@ class _Ending:
         self._scheduled = False
         step = self._zero.sharded_step
         # In a Join context ranks without data have to be told, which `step()` does. A nested backward ends nothing.
-        if not step.begun or self._zero.in_join or self._reducer.passes == self._pass:
+        if not step.begun or self._zero.in_join or self._reducer.synced_backwards == self._pass:
             return
         if getattr(self._ddp, "_join", None) is not None and step.left():
             raise RuntimeError(

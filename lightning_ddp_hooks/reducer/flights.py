@@ -17,7 +17,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.engine import Engine
-from lightning_ddp_hooks.reducer.observer import PassObserver, told_of_wait
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
 from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
 
 
@@ -65,7 +65,7 @@ class Flights:
         self.streams: list[CommStream] = []
         self.comm: BucketComm = MeanAllReduce(group)
         self.custom = False
-        self.observer: PassObserver | None = None
+        self.observer: BackwardObserver | None = None
         self.divisor = float(comm.world_size(group))
         self.by_engine = True
         self._group = group

@@ -1,9 +1,9 @@
 """The seam for watching a pass: what the reducer tells an observer, if there is one.
 
-    pass_opened
+    backward_opened
       bucket_full 0 -> launch_begins 0 -> launch_ended 0        (for each bucket, in order, while the backward goes on)
     wait_begins -> bucket_done 0, 1, ... -> wait_ended          (maybe several waits)
-    pass_ended, or pass_abandoned
+    backward_finished, or backward_aborted
 
 An observer must not change anything, nor issue collectives on the reducer's groups.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
-class PassObserver(Protocol):
+class BackwardObserver(Protocol):
     """Watches the passes of a reducer; called from the thread that runs them."""
 
-    def pass_opened(self) -> None:
+    def backward_opened(self) -> None:
         """The first gradient of a synchronised backward has come."""
         ...
 
@@ -61,16 +61,16 @@ class PassObserver(Protocol):
         """The backward goes on; the compute stream is current, and behind the communication."""
         ...
 
-    def pass_ended(self) -> None:
+    def backward_finished(self) -> None:
         """All gradients are reduced and back in place."""
         ...
 
-    def pass_abandoned(self) -> None:
+    def backward_aborted(self) -> None:
         """The pass was broken off by an error; what was told of it counts for nothing. Maybe none was open."""
         ...
 
 
-def told_of_wait(observer: PassObserver | None) -> AbstractContextManager[None]:
+def told_of_wait(observer: BackwardObserver | None) -> AbstractContextManager[None]:
     """Tell an observer, if there is one, that what runs under this context waits for other ranks."""
     return _UNTOLD if observer is None else _telling(observer)
 
@@ -79,7 +79,7 @@ _UNTOLD: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
-def _telling(observer: PassObserver) -> Iterator[None]:
+def _telling(observer: BackwardObserver) -> Iterator[None]:
     observer.wait_begins()
     yield
     observer.wait_ended()

@@ -38,13 +38,13 @@ from lightning_ddp_hooks.reducer.flights import Flights
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
 from lightning_ddp_hooks.reducer.learning import Learning
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
-from lightning_ddp_hooks.reducer.observer import PassObserver, told_of_wait
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import Readout
 from lightning_ddp_hooks.reducer.trainable import TrainableSet, check_parameters
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
-from lightning_ddp_hooks.traffic import Traffic
+from lightning_ddp_hooks.traffic import ByteCounter
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
@@ -125,18 +125,18 @@ class Reducer:
         # One pass (see engine.py).
         self._oddities = 0
         self._window_open = False
-        self.passes = 0
+        self.synced_backwards = 0
         self._late_readout: Readout | None = None
         self._shadowing = False
-        self.on_pass: Callable[[], None] | None = None
+        self.on_backward_begin: Callable[[], None] | None = None
         self.sent_in_pass: int | None = None
         self._counts_next_pass = False
-        self._traffic: Traffic | None = None
+        self._traffic: ByteCounter | None = None
         self.skip_step = False
         self.failed = False
         self.detached = False
-        self.abandoned_work = False
-        self.broke_at: tuple[int, int, int, str] | None = None
+        self.aborted_work = False
+        self.aborted_at: tuple[int, int, int, str] | None = None
 
         self._learning: Learning
         self._planned: list[BucketLayout] | None = None
@@ -247,7 +247,7 @@ class Reducer:
         """
         if self._flights.custom:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
-        if self.passes or self._engine.active:
+        if self.synced_backwards or self._engine.active:
             raise RuntimeError("A communication hook must be registered before the first backward.")
         self._flights.comm, self._flights.custom = bucket_comm, True
         self._flights.share_out()
@@ -258,7 +258,7 @@ class Reducer:
     # ------------------------------------------------------------------ what the wrapper or strategy calls
 
     @property
-    def observer(self) -> PassObserver | None:
+    def observer(self) -> BackwardObserver | None:
         """Who is told of each pass; None by default.
 
         With an observer buckets are launched from Python, also under the native engine; the results are the same.
@@ -266,7 +266,7 @@ class Reducer:
         return self._flights.observer
 
     @observer.setter
-    def observer(self, observer: PassObserver | None) -> None:
+    def observer(self, observer: BackwardObserver | None) -> None:
         if observer is not None and self._engine.active:
             raise RuntimeError("An observer can be set only between two backwards.")
         self._flights.observer = observer
@@ -299,7 +299,7 @@ class Reducer:
         Args:
             buffers_from: the rank whose buffers are taken.
         """
-        self.settle()
+        self.finalize_pending_backward()
         self._forwards += 1
         if self._engine.hold or self._forwards % _FORWARDS_PER_LOOK == 0:
             self._look_at_structure()
@@ -319,13 +319,13 @@ class Reducer:
         if self._engine.sync and not self._engine.armed:
             self._engine.arm()
 
-    def settle(self) -> None:
+    def finalize_pending_backward(self) -> None:
         """Bring a backward that is still open to its end."""
         engine = self._engine
         if _compat.current_backward_id() != -1:
             return  # a forward within a backward (checkpointing)
         if engine.armed or engine.broken:  # an exception broke the backward off before its end could be told
-            self._abandon()
+            self._abort()
         elif engine.active:
             self._finish()
 
@@ -335,7 +335,7 @@ class Reducer:
         Raises:
             RuntimeError: other ranks are in a further backward of theirs.
         """
-        self.settle()
+        self.finalize_pending_backward()
         if self._engine.sync and self.params:
             flags = 0 if self._engine.hold else len(self.params) + 2
             self._meet(bytearray(flags), at_end_of_step=True)
@@ -355,7 +355,7 @@ class Reducer:
 
     def shadow_backward(self) -> None:
         """Do this rank's part of one synchronised backward of the others, with zeros or with what was accumulated."""
-        self.settle()
+        self.finalize_pending_backward()
         if not any(self._engine.used()):
             for param in self.params:
                 param.grad = None  # of a step long done
@@ -395,19 +395,19 @@ class Reducer:
         Raises:
             RuntimeError: gradients are missing in a way that the policy forbids.
         """
-        self.settle()
+        self.finalize_pending_backward()
         self._window_open = True
-        passes = self.passes
+        passes = self.synced_backwards
         try:
             yield
         except BaseException:
-            self._abandon()
+            self._abort()
             raise
         finally:
             self._window_open = False
         if self._engine.active:
             self._finish()
-        elif self._engine.sync and self.passes == passes and self.params:
+        elif self._engine.sync and self.synced_backwards == passes and self.params:
             if not self._shadowing:
                 self._look_at_structure()  # a loss whose gradients all went elsewhere looks like no loss
             self.pass_begins()
@@ -427,22 +427,22 @@ class Reducer:
                 "graph. Compute the inner gradient with torch.autograd.grad(..., create_graph=True), or run this "
                 "backward under no_sync()."
             )
-        if self.on_pass is not None:
-            self.on_pass()
+        if self.on_backward_begin is not None:
+            self.on_backward_begin()
         self._open_pass()
 
     def _open_pass(self) -> None:
-        self.broke_at = None
+        self.aborted_at = None
         if self._planned is not None:
             # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
             self._set_layout(self._planned)
         self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
         if self.observer is not None:
-            self.observer.pass_opened()
-        if self._counts_next_pass and comm.current_tally() is None:
+            self.observer.backward_opened()
+        if self._counts_next_pass and comm.current_total() is None:
             self._counts_next_pass = False
-            self._traffic = Traffic(gives_way=True)
-            comm.count_traffic(self._traffic)
+            self._traffic = ByteCounter(gives_way=True)
+            comm.count_bytes(self._traffic)
         self._flights.pass_opens()
         self._engine.start()
 
@@ -467,7 +467,7 @@ class Reducer:
 
     def backward_broke(self) -> None:
         """Give up the pass of a backward that an exception broke off."""
-        self._abandon()
+        self._abort()
 
     def backward_ended(self) -> None:
         """End the pass, unless it goes on in an enclosing backward or in the rest of the window."""
@@ -486,18 +486,18 @@ class Reducer:
 
     # ------------------------------------------------------------------ the end of a pass
 
-    def _abandon(self) -> None:
+    def _abort(self) -> None:
         self._stop_counting()
         if self._engine.active:
-            self.broke_at = (*self.progress(), self.waits_for())
-        self.abandoned_work |= self._flights.under_way or (self._engine.active and self._engine.launched > 0)
+            self.aborted_at = (*self.progress(), self.waits_for())
+        self.aborted_work |= self._flights.under_way or (self._engine.active and self._engine.launched > 0)
         self._engine.stop()
         self._engine.armed, self._engine.broken = False, False
         self._engine.forget_use()
         self._trainable.forget_use()
         self._flights.forget()
         if self.observer is not None:
-            self.observer.pass_abandoned()
+            self.observer.backward_aborted()
 
     def _finish(self) -> None:
         try:
@@ -506,7 +506,7 @@ class Reducer:
             if self._traffic is not None:
                 self.sent_in_pass = self._stop_counting()
         except BaseException:
-            self._abandon()
+            self._abort()
             raise
 
     def _finish_pass(self) -> None:
@@ -532,14 +532,14 @@ class Reducer:
         if problem := self._late_problem():
             raise RuntimeError(problem)
 
-        self.passes += 1
+        self.synced_backwards += 1
         self.buffers.changed()
         self.skip_step = verdict.skip_step
         recorded, own_fired = engine.hold, engine.fired() if engine.hold else []
         engine.stop()
         self.forget_use()
         if self.observer is not None:
-            self.observer.pass_ended()
+            self.observer.backward_finished()
         if verdict.relayout:
             self._follow_trainable_set()
         elif recorded:
@@ -725,7 +725,7 @@ class Reducer:
         return {
             "world_size": self.world_size,
             "rank": comm.rank(self.group),
-            "iteration": self.passes,
+            "iteration": self.synced_backwards,
             "backend": self._engine.backend,
             "comm_backend": comm.backend_name(self.group),
             **bucket_facts(
@@ -741,8 +741,8 @@ class Reducer:
             while none is open).
         """
         if not self._engine.active:
-            return self.passes, 0, 0
-        return self.passes, self._flights.sent, len(self._flights.buckets)
+            return self.synced_backwards, 0, 0
+        return self.synced_backwards, self._flights.sent, len(self._flights.buckets)
 
     def waits_for(self) -> str:
         """Say which buckets the open pass waits for; from any thread, so that it may be out of date."""
@@ -753,14 +753,14 @@ class Reducer:
         if self.detached:
             return
         self.detached = True
-        self._abandon()
+        self._abort()
         self._flights.close()
         self._engine.close()
         self._trainable.close()
         release(self)
         self._arena.forget()
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
-        if not (self.failed and (self.abandoned_work or comm.backend_name(self.group) != "gloo")):
+        if not (self.failed and (self.aborted_work or comm.backend_name(self.group) != "gloo")):
             self._flights.comm.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)

@@ -21,11 +21,11 @@ from lightning_ddp_hooks.arguments import require_check_interval, require_flag
 from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
 from lightning_ddp_hooks.health.attach import attach_report
 from lightning_ddp_hooks.health.blocked import blocking_collective
+from lightning_ddp_hooks.health.failure_detector import FailureDetector
+from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
-from lightning_ddp_hooks.health.note import Whereabouts
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.health.report import LIKELY_CAUSE
-from lightning_ddp_hooks.health.watch import Watch
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.strategy.logs import LogsStrategy
@@ -42,7 +42,7 @@ class HealthStrategy(LogsStrategy):
     """A `DDPStrategy` that ends with a report when another rank fails, or ranks are not what they should be."""
 
     _failure_timeout: float | None = None
-    _watch: Watch | None = None
+    _watch: FailureDetector | None = None
     _step: int = 0
     _hook: CommHook | None = None
     _fit_hook: CommHook | None = None
@@ -75,7 +75,7 @@ class HealthStrategy(LogsStrategy):
             rank_zero_warn(f"No failure reports: the store cannot be connected to a second time: {error}")
             return
         thread = threading.get_ident()  # this one is watched by others
-        self._watch = Watch(
+        self._watch = FailureDetector(
             store,
             self.global_rank,
             comm.world_size(),
@@ -87,7 +87,7 @@ class HealthStrategy(LogsStrategy):
             likely_cause=lambda: LIKELY_CAUSE + _REMEDY if self._uneven is None else "",
         )
 
-    def _whereabouts(self, thread: int) -> Whereabouts:
+    def _whereabouts(self, thread: int) -> Progress:
         """Say how far this rank has come; from any thread.
 
         Args:
@@ -97,10 +97,10 @@ class HealthStrategy(LogsStrategy):
         collectives = comm.collectives_begun() if comm.is_initialized() else 0
         waits_for = (logged.waits_for if logged is not None else "") or blocking_collective(thread)
         if reducer is None or waits_for:
-            passes = 0 if reducer is None else reducer.passes
-            return Whereabouts(self._step, passes, waits_for=waits_for, collectives=collectives)
-        place = reducer.broke_at or (*reducer.progress(), reducer.waits_for())
-        return Whereabouts(self._step, *place, collectives)
+            passes = 0 if reducer is None else reducer.synced_backwards
+            return Progress(self._step, passes, waits_for=waits_for, collectives=collectives)
+        place = reducer.aborted_at or (*reducer.progress(), reducer.waits_for())
+        return Progress(self._step, *place, collectives)
 
     def _exit_process(self, code: int) -> None:
         """End this process and those that it has started: one that was stopped would stay for ever."""

@@ -76,9 +76,9 @@ class OptimizerStrategy(AveragingStrategy):
     def _overlapping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._optimizers_driver is None else self._optimizers_driver.overlapping()
 
-    def _take_back_step(self) -> None:
+    def _roll_back_step(self) -> None:
         if self._optimizers_driver is not None:
-            self._optimizers_driver.take_back()
+            self._optimizers_driver.rollback()
 
     # ------------------------------------------------------------------ checkpoints
 

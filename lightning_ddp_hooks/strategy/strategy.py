@@ -462,7 +462,7 @@ class DDPHooksStrategy(HealthStrategy):
         self._broken = comm.is_collective_error(exception) or not isinstance(exception, Exception)
         if self._reducer is not None:
             self._reducer.failed = True
-            self._reducer.abandoned_work |= self._weights is not None and self._weights.pending
+            self._reducer.aborted_work |= self._weights is not None and self._weights.pending
         if self._uneven is not None:
             self._uneven.failed, self._uneven.broken = True, self._broken
 
@@ -507,16 +507,16 @@ class DDPHooksStrategy(HealthStrategy):
         self._watch_gradients()
         if self._weights is not None:
             self._weights.post(_compat.samples_in(args[0] if args else kwargs))
-        passes, self._passes_in_backward = reducer.passes, 0
+        passes, self._passes_in_backward = reducer.synced_backwards, 0
         output = super().training_step(*args, **kwargs)
         if tail is not None:
             reducer.buffers.refresh(tail.first)
         if not module.automatic_optimization:
-            if reducer.passes - passes > self._passes_in_backward or self._trains_alone:
+            if reducer.synced_backwards - passes > self._passes_in_backward or self._trains_alone:
                 self._check_gradients()
             self._step_ended()
             weighs = self._weights is not None or self._uneven is not None
-            if weighs and reducer.passes - passes != self._passes_in_backward:
+            if weighs and reducer.synced_backwards - passes != self._passes_in_backward:
                 cause = '`gradient_weighting="samples"` scales' if self._uneven is None else "UnevenInputs scales"
                 raise RuntimeError(
                     f"{cause} the loss in `manual_backward`; with `loss.backward()` it would have no effect. Call "
@@ -548,12 +548,12 @@ class DDPHooksStrategy(HealthStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._watch_gradients()
-        passes = reducer.passes
+        passes = reducer.synced_backwards
         with self._overlapping(), reducer.shadowing(joined), reducer.backward_window():
             if not (missing or constant or joined):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._passes_in_backward += reducer.passes - passes
-        if reducer.passes > passes or self._trains_alone:
+        self._passes_in_backward += reducer.synced_backwards - passes
+        if reducer.synced_backwards > passes or self._trains_alone:
             self._check_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -565,7 +565,7 @@ class DDPHooksStrategy(HealthStrategy):
     ) -> Any:
         module, reducer = self.lightning_module, self.reducer
         assert module is not None
-        reducer.settle()
+        reducer.finalize_pending_backward()
         if not module.automatic_optimization:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._follow_loss_scale()
@@ -582,7 +582,7 @@ class DDPHooksStrategy(HealthStrategy):
                 output = super().optimizer_step(optimizer, closure_that_may_skip, model, **kwargs)
         except _SkipStepError:
             output = None
-            self._take_back_step()
+            self._roll_back_step()
         self._follow_loss_scale()
         self._step_ended()
         return output

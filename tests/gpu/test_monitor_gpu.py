@@ -14,7 +14,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.monitor.clock import CudaClock
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
-from lightning_ddp_hooks.traffic import Traffic
+from lightning_ddp_hooks.traffic import ByteCounter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
@@ -26,8 +26,8 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
     net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
     group = dist.new_group(backend="nccl")
     model = ldh.DataParallel(net, group, bucket_cap_mb=16, comm_hook=hook)
-    traffic = Traffic()
-    comm.count_traffic(traffic)
+    traffic = ByteCounter()
+    comm.count_bytes(traffic)
     error = CompressionError(dist.new_group(backend="nccl"), 1) if compare else None
     recorder = Recorder(CudaClock(torch.device("cuda", 0), queues_waits=True), traffic, error)
     model.reducer.observer = recorder
@@ -49,7 +49,7 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
         found += known
     torch.cuda.set_sync_debug_mode("default")
     found += recorder.settle()
-    comm.count_traffic(None)
+    comm.count_bytes(None)
     return early, found
 
 

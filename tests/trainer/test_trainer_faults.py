@@ -18,7 +18,7 @@ from ranks import run_ranks
 from teardown_runs import KINDS, fit_in_turn, grown
 from trainer_runs import SAFELY, State
 
-from lightning_ddp_hooks.health.watch import EXIT_CODE
+from lightning_ddp_hooks.health.failure_detector import EXIT_CODE
 
 pytestmark = [
     pytest.mark.ranks,

@@ -23,7 +23,7 @@ from uneven_runs import EXACT, UnevenNet, fit_uneven
 
 from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import PeriodicModelAverager
-from lightning_ddp_hooks.health.watch import EXIT_CODE
+from lightning_ddp_hooks.health.failure_detector import EXIT_CODE
 from lightning_ddp_hooks.hooks import Noop, PostLocalSGD, PowerSGD
 from lightning_ddp_hooks.optim import OptimizerInHook
 

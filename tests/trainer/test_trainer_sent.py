@@ -36,7 +36,7 @@ def lines_of(action: Callable[[], Any]) -> list[str]:
     action()
     for logger in loggers:
         logger.removeHandler(handler)
-    assert comm.current_tally() is None, "somebody counts on"
+    assert comm.current_total() is None, "somebody counts on"
     return [line for line in lines if "rank 0 sent" in line]
 
 

@@ -27,7 +27,7 @@ class State(str, Enum):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class Progress:
     """How far a rank has come.
 
     Attributes:
@@ -55,7 +55,7 @@ class Whereabouts:
 
 
 @dataclass(frozen=True)
-class Note:
+class Heartbeat:
     """What a rank has written down for the others.
 
     Attributes:
@@ -66,7 +66,7 @@ class Note:
     """
 
     beat: int
-    where: Whereabouts
+    where: Progress
     state: State = State.RUNNING
     text: str = ""
 
@@ -75,7 +75,7 @@ class Note:
         return json.dumps({**asdict(self), "text": self.text[-MAX_TEXT:]})
 
     @classmethod
-    def decode(cls, data: str | bytes) -> Note:
+    def decode(cls, data: str | bytes) -> Heartbeat:
         """Undo `encode`."""
         fields = json.loads(data)
-        return cls(int(fields["beat"]), Whereabouts(**fields["where"]), State(fields["state"]), str(fields["text"]))
+        return cls(int(fields["beat"]), Progress(**fields["where"]), State(fields["state"]), str(fields["text"]))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.note import Note, State, Whereabouts
-from lightning_ddp_hooks.health.report import Sighting
+from lightning_ddp_hooks.health.heartbeat import Heartbeat, Progress, State
+from lightning_ddp_hooks.health.report import PeerStatus
 
 # How many notes all ranks together may read from the store in a second.
 _READS_PER_SECOND = 50_000
@@ -19,12 +19,12 @@ _READS_PER_SECOND = 50_000
 class _Seen:
     """The last note of another rank; when it was new, and when the rank had come to where it is."""
 
-    note: Note
+    note: Heartbeat
     new_at: float
     moved_at: float
 
 
-class Post(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """Writes this rank's note every ``period`` seconds, and reads the others' when asked to.
 
     A thread of its own, since a call to a store whose host was stopped may never return.
@@ -46,7 +46,7 @@ class Post(threading.Thread):
     """
 
     def __init__(
-        self, store: comm.Store, rank: int, world_size: int, where: Callable[[], Whereabouts], period: float
+        self, store: comm.Store, rank: int, world_size: int, where: Callable[[], Progress], period: float
     ) -> None:
         super().__init__(name="ldh-health-post", daemon=True)
         self._store = store
@@ -67,11 +67,11 @@ class Post(threading.Thread):
         self.answered_at = time.monotonic()
         self.broken: Exception | None = None
 
-    def seen(self) -> dict[int, Sighting]:
+    def seen(self) -> dict[int, PeerStatus]:
         """Return what is known of the other ranks; of silence only what passed up to the last reading counts."""
         seen, read_at = self._seen, self._read_at
         return {
-            other: Sighting(last.note, max(0.0, read_at - last.new_at), max(0.0, read_at - last.moved_at))
+            other: PeerStatus(last.note, max(0.0, read_at - last.new_at), max(0.0, read_at - last.moved_at))
             for other, last in seen.items()
         }
 
@@ -129,7 +129,7 @@ class Post(threading.Thread):
     def _write(self) -> None:
         last = self._last
         self._beat += 1
-        note = Note(self._beat, self._where(), *(last or (State.RUNNING, "")))
+        note = Heartbeat(self._beat, self._where(), *(last or (State.RUNNING, "")))
         self._store.set(f"note/{self._rank}", note.encode())
         if last is not None and not self._last_is_sent.is_set():
             self._store.add("finished" if last[0] is State.FINISHED else "alarms", 1)
@@ -139,7 +139,7 @@ class Post(threading.Thread):
         keys = [f"note/{other}" for other in self._others]
         if not self._store.check(keys):
             return  # one has not begun; to read its note would mean to wait for it
-        notes = [Note.decode(data) for data in self._store.multi_get(keys)]
+        notes = [Heartbeat.decode(data) for data in self._store.multi_get(keys)]
         now, seen = time.monotonic(), dict(self._seen)
         for other, note in zip(self._others, notes, strict=True):
             last = seen.get(other)

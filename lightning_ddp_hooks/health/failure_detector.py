@@ -2,7 +2,7 @@
 
     this rank makes no progress ---> read the others' notes ---> one failed, or fell silent ---> abort the groups
                                                                                                        |
-    main thread: the collective raises ---> `Watch.explain` has the report <---------------------------+
+    main thread: the collective raises ---> `FailureDetector.explain` has the report <---------------------------+
                  ... or does not come back ---> the report goes to stderr, and the process ends
 
 [Note: a thread that waits within a collective] It cannot be raised into. A peer that died closes its connections, so
@@ -21,9 +21,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.note import State, Whereabouts
-from lightning_ddp_hooks.health.post import Post
-from lightning_ddp_hooks.health.report import LIKELY_CAUSE, accounts, failed_ranks, failure_report, lost_ranks, parted
+from lightning_ddp_hooks.health.heartbeat import Progress, State
+from lightning_ddp_hooks.health.heartbeat_thread import HeartbeatThread
+from lightning_ddp_hooks.health.report import (
+    LIKELY_CAUSE,
+    accounts,
+    deadlocked,
+    failed_ranks,
+    failure_report,
+    lost_ranks,
+)
 
 # A rank whose note stays the same for so many periods is gone, once it is known that something is wrong.
 _MISSED = 4
@@ -32,7 +39,7 @@ _PATIENCE = 10
 EXIT_CODE = 70
 
 
-class Watch:
+class FailureDetector:
     """Watches over the other ranks from the start of a fit to its end.
 
     Args:
@@ -53,7 +60,7 @@ class Watch:
         store: comm.Store,
         rank: int,
         world_size: int,
-        where: Callable[[], Whereabouts],
+        where: Callable[[], Progress],
         *,
         timeout: float,
         store_host: str,
@@ -72,7 +79,7 @@ class Watch:
         self._likely_cause = likely_cause
         self._over = threading.Event()
         self._fault: str | None = None
-        self._post = Post(store, rank, world_size, where, self._period)
+        self._post = HeartbeatThread(store, rank, world_size, where, self._period)
         self._thread = threading.Thread(target=self._run, name="ldh-health-watch", daemon=True)
         self._post.start()
         self._thread.start()
@@ -157,8 +164,8 @@ class Watch:
             if idle_s >= self._timeout and self._found(self._tolerated_s):
                 self._end(grace_s=_MISSED * self._period)
                 return
-            if idle_s >= self._timeout and self._parted():
-                self._end(grace_s=_MISSED * self._period, have_parted=True)
+            if idle_s >= self._timeout and self._deadlocked():
+                self._end(grace_s=_MISSED * self._period, are_deadlocked=True)
                 return
             if self._post.alarms and idle_s >= 2 * self._period:
                 self._end(grace_s=self._timeout)
@@ -173,9 +180,9 @@ class Watch:
         seen = self._post.seen()
         return bool(failed_ranks(seen) or accounts(seen) or lost_ranks(seen, silent_s) or self._store_lost(silent_s))
 
-    def _parted(self) -> bool:
+    def _deadlocked(self) -> bool:
         # The others have been looked at for less long than this rank has been idle.
-        return parted(self._where(), self._post.seen(), self._world_size, self._timeout / 2)
+        return deadlocked(self._where(), self._post.seen(), self._world_size, self._timeout / 2)
 
     def _store_lost(self, silent_s: float) -> bool:
         host = self._post.seen().get(0)
@@ -183,7 +190,7 @@ class Watch:
             return False
         return self._post.broken is not None or time.monotonic() - self._post.answered_at >= silent_s + self._period
 
-    def _report(self, silent_s: float, *, have_parted: bool = False) -> str:
+    def _report(self, silent_s: float, *, are_deadlocked: bool = False) -> str:
         host = self._store_host if self._store_lost(silent_s) else None
         return failure_report(
             self._rank,
@@ -191,12 +198,12 @@ class Watch:
             self._post.seen(),
             silent_s=silent_s,
             store_host=host,
-            have_parted=have_parted,
+            are_deadlocked=are_deadlocked,
             likely_cause=self._likely_cause(),
         )
 
-    def _end(self, grace_s: float, *, have_parted: bool = False) -> None:
-        self._fault = self._report(self._tolerated_s, have_parted=have_parted)
+    def _end(self, grace_s: float, *, are_deadlocked: bool = False) -> None:
+        self._fault = self._report(self._tolerated_s, are_deadlocked=are_deadlocked)
         # Aborting may wait for the group's own threads.
         threading.Thread(target=comm.abort_groups, name="ldh-health-abort", daemon=True).start()
         if not self._over.wait(grace_s):
