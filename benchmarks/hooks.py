@@ -30,10 +30,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import lightning_ddp_hooks.hooks as ldh_hooks
 from lightning_ddp_hooks.hooks.contract import BindContext
-from lightning_ddp_hooks.hooks.pipeline import HookComm
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import initial_layout
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 
 MIB = 1 << 20
 
@@ -94,19 +94,20 @@ class Subject:
         self.names = [tuple(f"p{i}" for i in layout.indices) for layout in layouts]
         self._divisor = float(dist.get_world_size())
         group = dist.new_group()
+        self._queue = CollectiveQueue(group, at_once=device.type != "cpu")
         context = BindContext(
-            group=group,
+            subgroup=self._queue.subgroup,
             control_group=dist.new_group(backend="gloo"),
             names=[f"p{i}" for i in range(len(gradients))],
             params=gradients,
             step=lambda: 1_000_000,  # past every warm-up
         )
         declared = resolve_hook(hook) or ldh_hooks.AllReduce()
-        self._comm = HookComm(declared.bind(context), eager=device.type == "cuda")
+        self._queue.hook = declared.bind(context)
 
     def fill(self) -> None:
         """Put the gradients into the buckets; divided, if the hook takes them so."""
-        scale = 1.0 / self._divisor if self._comm.divides else 1.0
+        scale = 1.0 / self._divisor if self._queue.hook.takes_divided else 1.0
         for bucket in self._buckets:
             for slot, view in zip(bucket.layout.slots, bucket.views, strict=True):
                 torch.mul(self._gradients[slot.index], scale, out=view)
@@ -115,13 +116,15 @@ class Subject:
         """Launch all buckets, wait for all, copy back what lies elsewhere."""
         last = len(self._buckets) - 1
         pending = [
-            self._comm.launch(GradBucket(bucket, n, n == last, self.names[n], self._divisor), bucket)
+            self._queue.launch(GradBucket(bucket, n, n == last, self.names[n], self._divisor), bucket)
             for n, bucket in enumerate(self._buckets)
         ]
+        self._queue.end_launches()
         for bucket, task in zip(self._buckets, pending, strict=True):
             result = task.wait()
             if isinstance(result, Tensor) and result.data_ptr() != bucket.buffer.data_ptr():
                 bucket.buffer.copy_(result.view(-1))
+        self._queue.end_round()
 
     def result(self) -> Tensor:
         """The reduced gradients in float64, in the order of the buckets."""

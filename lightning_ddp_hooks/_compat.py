@@ -366,6 +366,11 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
     return None
 
 
+def backend_for(group: ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that moves tensors on ``device``; a group may have one for each kind of device."""
+    return str(group._get_backend(device).name()).lower()
+
+
 def default_store() -> Store:
     """Return the store through which the ranks of the default process group have met."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -122,6 +122,11 @@ def backend_name(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
+def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
+    """Tell whether waiting for a collective on ``device`` only queues behind it, as NCCL's does and gloo's does not."""
+    return device.type != "cpu" and _compat.backend_for(group, device) != "gloo"
+
+
 def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
     """Make a further group over the ranks of ``parent``; a collective call of all its ranks.
 
@@ -385,6 +390,15 @@ def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Wor
     """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one of each."""
     _count("all_to_all", tensor.nbytes, group)
     work: Work | None = dist.all_to_all_single(output, tensor, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def start_reduce_scatter(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start summing the i-th of ``world_size`` equal parts of all ranks' tensors into ``output`` of rank i."""
+    _count("reduce_scatter", tensor.nbytes, group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name warns now
+    work: Work | None = scatter(output.view(-1), tensor.view(-1), group=group, async_op=True)
     assert work is not None
     return work
 

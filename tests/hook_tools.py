@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
-from lightning_ddp_hooks.hooks.pipeline import HookComm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 
 
 class Rig:
@@ -25,16 +25,17 @@ class Rig:
         self.now = 0
         self.group = comm.new_group(comm.resolve_group(None))
         self.world_size = comm.world_size(self.group)
+        self.queue = CollectiveQueue(self.group, at_once=False)
         self.bound: BoundHook = hook.bind(
             BindContext(
-                group=self.group,
+                subgroup=self.queue.subgroup,
                 control_group=comm.new_group(self.group),
                 names=self.names,
                 params=self.params,
                 step=lambda: self.now,
             )
         )
-        self.comm = HookComm(self.bound, eager=False)
+        self.queue.hook = self.bound
         self.delays: random.Random | None = None
         self.set_layout([[index] for index in range(len(numels))])
 
@@ -48,19 +49,20 @@ class Rig:
         for index, (bucket, indices) in enumerate(zip(self.buckets, self.layout, strict=True)):
             by = divisor or float(self.world_size)
             bucket.buffer.copy_(torch.cat([gradients[i].view(-1) for i in indices]))
-            if self.comm.divides:
+            if self.bound.takes_divided:
                 bucket.buffer.div_(by)
             names = tuple(self.names[i] for i in indices)
             view = GradBucket(bucket, index, index == len(self.buckets) - 1, names, by)
             self._pause()
-            pending.append(self.comm.launch(view, bucket))
+            pending.append(self.queue.launch(view, bucket))
+        self.queue.end_launches()
         results: list[Tensor | None] = [None] * len(self.params)
         for task, indices in zip(pending, self.layout, strict=True):
             self._pause()
             flat = task.wait()
-            assert flat is not None
             for i, part in zip(indices, flat.view(-1).split([self.params[i].numel() for i in indices]), strict=True):
                 results[i] = part.clone()
+        self.queue.end_round()
         self.now += 1
         return [part for part in results if part is not None]
 

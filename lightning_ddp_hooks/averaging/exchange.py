@@ -2,7 +2,7 @@
 
 A delta travels in the reducer's own buckets, so that every communication hook can compress it:
 
-    outer - param --> Bucket --> BucketComm.launch (MeanAllReduce or HookComm) ... some steps later ... means
+    outer - param --> Bucket --> CollectiveQueue.launch ... some steps later ... means
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch.profiler import record_function
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.hooks.contract import BoundHook
-from lightning_ddp_hooks.hooks.pipeline import HookComm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
-from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.layout import BucketLayout, assign_buckets
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket
 from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
 
 _BUCKET_BYTES = 25 << 20
@@ -31,7 +30,7 @@ class _Flight(NamedTuple):
     """A launched bucket; it holds the buffer until its values have been read."""
 
     bucket: Bucket
-    pending: Pending
+    pending: InFlightBucket
     stream: CommStream
 
 
@@ -88,11 +87,9 @@ class DeltaExchange:
         self._params = list(params)
         self._outer = outer
         self._world_size = comm.world_size(group)
-        self._comm: BucketComm
-        if hook is None:
-            self._comm = MeanAllReduce(group)
-        else:
-            self._comm = HookComm(hook, eager=any(param.is_cuda for param in params))
+        at_once = any(comm.is_stream_ordered(group, param.device) for param in params)
+        self._queue = CollectiveQueue(group, at_once=at_once, hook=hook)
+        self._hook = hook
         self._streams: dict[torch.device, CommStream] = {}
 
     @torch.no_grad()
@@ -103,7 +100,10 @@ class DeltaExchange:
         """
         indices = [index for index in indices if self._params[index].numel()]
         likes = {index: self._like(index) for index in indices}
-        keys = [self._comm.group_of(self._names[index], self._params[index]) for index in indices]
+        keys = [
+            None if self._hook is None else self._hook.group_of(self._names[index], self._params[index])
+            for index in indices
+        ]
         parts = assign_buckets([likes[index] for index in indices], [_BUCKET_BYTES], groups=keys)
         delta = Delta()
         for number, part in enumerate(parts):
@@ -120,8 +120,9 @@ class DeltaExchange:
             )
             # The deltas are computed on the compute stream, before training changes the parameters.
             with record_function("ldh::outer_send"), comm.counted_as("averaging"), stream.after_compute():
-                delta.flights.append(_Flight(bucket, self._comm.launch(view, bucket), stream))
+                delta.flights.append(_Flight(bucket, self._queue.launch(view, bucket), stream))
             delta.positions.append(positions)
+        self._queue.end_launches()
         return delta
 
     def _fill(self, positions: Sequence[int], likes: Sequence[Tensor]) -> Bucket:
@@ -129,7 +130,7 @@ class DeltaExchange:
         bucket = Bucket(replace(layout, device=self._params[positions[0]].device), likes)
         for index, view in zip(positions, bucket.views, strict=True):
             view.copy_(self._outer.values[index]).sub_(self._params[index])
-        if self._comm.divides:
+        if self._queue.hook.takes_divided:
             bucket.buffer.div_(self._world_size)
         return bucket
 

@@ -5,36 +5,29 @@ Three forms of one thing:
   * a `CommHook`: what a user declares; picklable, and it holds no process group;
   * a `BoundHook`: a `CommHook` at setup, with its groups and its state.
 
-[Note: staged hooks] A hook with several collectives per bucket is written as a generator: it issues a collective,
-yields its handle, and goes on when the collective is done. Each phase has a process group of its own, and phases
-advance in bucket order from one thread, so that all ranks issue the same collectives in the same order. Collectives
-in completion callbacks, as torch's PowerSGD has them, do not: with several buckets they mix ranks up or hang.
+A bound hook is a generator of requests (reducer/requests.py), which a queue carries out in an order that is the same on
+all ranks (reducer/queue.py): it issues no collective itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.reducer.queue import check_result as check_result
+from lightning_ddp_hooks.reducer.queue import describe as describe
+from lightning_ddp_hooks.reducer.queue import is_done as is_done
+from lightning_ddp_hooks.reducer.queue import phases_of as phases_of
+from lightning_ddp_hooks.reducer.requests import Phases as Phases
+from lightning_ddp_hooks.reducer.requests import Subgroup as Subgroup
+from lightning_ddp_hooks.reducer.requests import Waitable as Waitable
 
 HookFunction = Callable[[Any, Any], Any]
-
-
-class Waitable(Protocol):
-    """What a staged hook yields: the handle of a collective in flight (a ``Work`` or a ``Future``)."""
-
-    def wait(self) -> object:
-        """Block until the collective is done (on CUDA: let the current stream wait for it)."""
-        ...
-
-
-Phases = Generator[Waitable, None, Tensor | None]
-"""What `BoundHook.reduce` returns: yields handles, returns the reduced values (None: they are in the buffer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,37 +35,32 @@ class BindContext:
     """What a hook learns at setup.
 
     Attributes:
-        group: the ranks to reduce over; nothing but this hook's first phase uses it.
-        control_group: a CPU (gloo) group over the same ranks, for setup and checkpoints only.
-        names: of the parameters, in the reducer's order.
-        params: the parameters themselves.
-        step: returns the current training step (the clock of the strategy).
-        new_group: makes one more group over the ranks of the given one; collective. Whoever binds the hook frees it.
-        split_group: splits a group into parts, and returns this rank's one; likewise.
-        wire_dtype: in what dtype a hook that can choose is to send what it would send in floating point (`Cast` sets
+        control_group: CPU (gloo) group over the ranks, for setup and checkpoints only.
+        names: Names of the parameters, in the reducer's order.
+        params: The parameters themselves.
+        step: Returns the current training step (the clock of the strategy).
+        subgroup: Makes groups of parts of the ranks and returns this rank's part, for requests that are limited to it;
+            collective. See `CollectiveQueue.subgroup`.
+        wire_dtype: Dtype in which a hook that can choose is to send what it would send in floating point (`Cast` sets
             it); None for the dtype of the gradients. See `BoundHook.casts_itself`.
     """
 
-    group: comm.ProcessGroup
     control_group: comm.ProcessGroup
     names: Sequence[str]
     params: Sequence[Tensor]
     step: Callable[[], int]
-    new_group: Callable[[comm.ProcessGroup], comm.ProcessGroup] = field(default=comm.new_group)
-    split_group: Callable[[comm.ProcessGroup, Sequence[Sequence[int]]], comm.ProcessGroup] = field(
-        default=comm.split_group
-    )
+    subgroup: Callable[[Sequence[Sequence[int]]], Subgroup]
     wire_dtype: torch.dtype | None = None
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return comm.world_size(self.group)
+        """Number of ranks."""
+        return comm.world_size(self.control_group)
 
     @property
     def rank(self) -> int:
-        """This process's rank in the group."""
-        return comm.rank(self.group)
+        """Position of this process among the ranks."""
+        return comm.rank(self.control_group)
 
 
 class BoundHook(ABC):
@@ -166,57 +154,6 @@ class CommHook(ABC):
         return [value for value in flat if isinstance(value, CommHook)]
 
 
-def is_done(handle: Waitable) -> bool:
-    """Tell whether a collective in flight is done; False if there is no way to tell."""
-    done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
-    return bool(done()) if callable(done) else False
-
-
-def phases_of(hook: BoundHook, bucket: GradBucket) -> Phases:
-    """Begin to reduce a bucket.
-
-    Raises:
-        TypeError: the hook's `reduce` is not a generator; names the hook.
-    """
-    phases: object = hook.reduce(bucket)
-    if isinstance(phases, Iterator):
-        return phases  # type: ignore[return-value]
-    found = "None" if phases is None else f"a {type(phases).__name__}"
-    raise TypeError(
-        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` the "
-        "handle of each collective (`yield torch.distributed.all_reduce(tensor, async_op=True)`), then `return` the "
-        "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a "
-        "tensor or a future needs no class: pass `comm_hook=(state, hook)`."
-    )
-
-
-def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
-    """Return a hook's result as the tensor it must be.
-
-    Accepts a tensor, or the one-element list that ``work.get_future()`` gives.
-
-    Raises:
-        RuntimeError: anything else, or a wrong number of elements; names hook, bucket and parameters.
-    """
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    expected = bucket.buffer().numel()
-    if not isinstance(value, Tensor):
-        found = "None" if value is None else f"a {type(value).__name__}"
-    elif (
-        value.layout is not torch.strided or value.is_meta or (value.is_complex() and not bucket.buffer().is_complex())
-    ):
-        found = f"a tensor of layout {value.layout} and dtype {value.dtype} on {value.device}"
-    elif value.numel() != expected:
-        found = f"a tensor of {value.numel()} elements"
-    else:
-        return value
-    raise RuntimeError(
-        f"Communication hook {hook} returned {found} for {describe(bucket)}; expected a tensor of {expected} elements, "
-        "or a future of one."
-    )
-
-
 def declaration_text(hook: object) -> str:
     """Describe a declaration in a text that is the same on ranks that declared the same."""
     if isinstance(hook, (str, int, float, bool, type(None), torch.dtype)):
@@ -230,12 +167,6 @@ def declaration_text(hook: object) -> str:
         inside = ", ".join(f"{name}={declaration_text(getattr(hook, name))}" for name in there)
         return f"{type(hook).__qualname__}({inside})"
     return hook_name(hook)
-
-
-def describe(bucket: GradBucket) -> str:
-    """Name a bucket and its parameters in a message."""
-    shown = ", ".join(bucket.names[:4]) + (", ..." if len(bucket.names) > 4 else "")
-    return f"bucket {bucket.index()} ({shown})"
 
 
 def hook_name(hook: object) -> str:

@@ -6,7 +6,7 @@ Within a pass, in bucket order: `launch` as the engine fills them, then at the e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
-from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket
 from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
 
 
@@ -27,7 +27,7 @@ class _Flight:
 
     index: int
     bucket: Bucket
-    pending: Pending
+    pending: InFlightBucket | _EngineSum
 
 
 class _EngineSum:
@@ -51,7 +51,7 @@ class Flights:
         engine: fills the buckets.
         buckets: in order of reduction.
         streams: the stream of each bucket.
-        comm: what reduces them; the mean, unless a hook was registered.
+        queue: Issues their collectives; runs the mean, unless a hook was registered.
         custom: whether one was.
         observer: who is told.
         divisor: what sums over ranks are divided by.
@@ -63,7 +63,7 @@ class Flights:
     def __init__(self, group: comm.ProcessGroup) -> None:
         self.buckets: list[Bucket] = []
         self.streams: list[CommStream] = []
-        self.comm: BucketComm = MeanAllReduce(group)
+        self.queue = CollectiveQueue(group, at_once=False)
         self.custom = False
         self.observer: BackwardObserver | None = None
         self.divisor = float(comm.world_size(group))
@@ -120,9 +120,14 @@ class Flights:
 
     def apply_divisor(self) -> None:
         """Have gradients divided as they are copied in, if what reduces them expects that."""
-        self.engine.set_scale(1.0 / self.divisor if self.comm.divides else 1.0)
+        self.engine.set_scale(1.0 / self.divisor if self.queue.hook.takes_divided else 1.0)
 
     # ------------------------------------------------------------------ in a pass
+
+    def group_of(self, name: str, param: Tensor) -> Hashable:
+        """Return the hook's key for a parameter: those with different keys do not share a bucket."""
+        ask = getattr(self.queue.hook, "group_of", None)
+        return None if ask is None else ask(name, param)
 
     def launch(self, index: int, unused: AbstractSet[int] = frozenset()) -> None:
         """Launch a bucket.
@@ -138,11 +143,11 @@ class Flights:
             inside = zip(bucket.layout.indices, self._names[index], strict=True)
             view.unused = frozenset(name for i, name in inside if i in unused)
         if observer is not None:
-            observer.bucket_full(view, 1.0 if self.comm.divides else 1.0 / self.divisor)
+            observer.bucket_full(view, 1.0 if self.queue.hook.takes_divided else 1.0 / self.divisor)
         with _compat.span("ldh::launch"), stream.after_compute():
             if observer is not None:
                 observer.launch_begins(index)
-            pending = self.comm.launch(view, bucket)
+            pending = self.queue.launch(view, bucket)
             self._launched.append(_Flight(index, bucket, pending))
             self._sent += 1
             if observer is not None:
@@ -194,6 +199,7 @@ class Flights:
             if not self._launched:
                 self.engine.finish()
                 return
+            self.queue.end_launches()
             for flight in self._launched:
                 bucket = flight.bucket
                 with self.streams[flight.index].context():
@@ -204,6 +210,7 @@ class Flights:
                         self.observer.bucket_done(flight.index, bucket.buffer)
             for stream in set(self._stream_of.values()):
                 stream.join()
+            self.queue.end_round()
 
     def write_back(self, unused: frozenset[int]) -> None:
         """Bring the reduced values to where the gradients are; those that nobody used stay as they were."""
@@ -219,6 +226,7 @@ class Flights:
         """Let go of what was launched."""
         self._launched.clear()
         self._saved.clear()
+        self.queue.forget()
 
     # ------------------------------------------------------------------ facts, end
 
@@ -248,10 +256,10 @@ class Flights:
 
 
 def _is_done(flight: _Flight) -> bool:
-    pending = flight.pending
-    if isinstance(pending, comm.Work):
-        return comm.succeeded(pending)
-    return bool(getattr(pending, "finished", False))
+    collective = getattr(flight.pending, "collective", None)
+    if isinstance(collective, comm.Work):
+        return comm.succeeded(collective)
+    return bool(getattr(flight.pending, "finished", False))
 
 
 def _is_same(result: Tensor, buffer: Tensor) -> bool:

@@ -30,7 +30,6 @@ from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
 from lightning_ddp_hooks.reducer.bucket import Bucket
 from lightning_ddp_hooks.reducer.buffers import Buffers
 from lightning_ddp_hooks.reducer.claim import claim, release, require_free
-from lightning_ddp_hooks.reducer.communication import BucketComm
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.facts import bucket_facts
@@ -39,6 +38,7 @@ from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_
 from lightning_ddp_hooks.reducer.learning import Learning
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
 from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
+from lightning_ddp_hooks.reducer.queue import BucketHook, CollectiveQueue
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import Readout
@@ -109,6 +109,7 @@ class Reducer:
         self._flights = Flights(self.group)
 
         self.buffers = Buffers(module, ignored, self.group, broadcasts=self.config.broadcast_buffers)
+        self._flights.queue = CollectiveQueue(self.group, at_once=self._at_once(), timeout=timeout)
         self._trainable = TrainableSet(
             module,
             ignored,
@@ -148,6 +149,10 @@ class Reducer:
         self._forwards = 0
         self._begin_learning()
         claim((param for _, param in self._trainable.named()), self)
+
+    def _at_once(self) -> bool:
+        devices = {param.device for param in self._module.parameters()}
+        return any(comm.is_stream_ordered(self.group, device) for device in devices)
 
     @property
     def names(self) -> list[str]:
@@ -204,7 +209,7 @@ class Reducer:
 
     def _hook_keys(self) -> list[Hashable]:
         """Ask the hook which parameters it wants in buckets of their own."""
-        return [self._flights.comm.group_of(name, param) for name, param in zip(self.names, self.params, strict=True)]
+        return [self._flights.group_of(name, param) for name, param in zip(self.names, self.params, strict=True)]
 
     def _limits(self) -> list[int]:
         return self.config.limits(self._auto_cap_bytes)
@@ -239,8 +244,13 @@ class Reducer:
         self._flights.use_buckets(buckets, self.names, expected)
         self._flights.apply_divisor()
 
-    def set_comm(self, bucket_comm: BucketComm) -> None:
-        """Have buckets reduced by ``bucket_comm`` instead of the plain mean.
+    @property
+    def queue(self) -> CollectiveQueue:
+        """The queue that issues the collectives of buckets."""
+        return self._flights.queue
+
+    def set_hook(self, hook: BucketHook) -> None:
+        """Have buckets reduced by ``hook`` instead of the plain mean.
 
         Raises:
             RuntimeError: a second call, or one after the first backward.
@@ -249,7 +259,7 @@ class Reducer:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         if self.synced_backwards or self._engine.active:
             raise RuntimeError("A communication hook must be registered before the first backward.")
-        self._flights.comm, self._flights.custom = bucket_comm, True
+        self._flights.queue.hook, self._flights.custom = hook, True
         self._flights.share_out()
         if any(key is not None for key in self._hook_keys()):
             self._lay_out_initially()
@@ -616,7 +626,11 @@ class Reducer:
             tail.fill_(number)
 
     def _counts_in_tail(self) -> bool:
-        return self._flights.comm.carries_tail and not self._sparse and bool(self._flights.buckets)
+        return (
+            getattr(self._flights.queue.hook, "carries_tail", not self._flights.custom)
+            and not self._sparse
+            and bool(self._flights.buckets)
+        )
 
     def _defers_reading(self) -> bool:
         if not self._counts_in_tail() or self._skip_missing_loss != "zeros":
@@ -761,7 +775,7 @@ class Reducer:
         self._arena.forget()
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
         if not (self.failed and (self.aborted_work or comm.backend_name(self.group) != "gloo")):
-            self._flights.comm.close()
+            self._flights.queue.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)
 
