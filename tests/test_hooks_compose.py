@@ -65,7 +65,7 @@ def lay_out() -> Any:
 
     before = buckets()
     wrapped(torch.randn(2, 24)).sum().backward()
-    return before, buckets(), wrapped.reducer._flights.comm.hook.stats()
+    return before, buckets(), wrapped.reducer.queue.hook.stats()
 
 
 @pytest.mark.ranks

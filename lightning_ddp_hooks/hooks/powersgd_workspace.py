@@ -75,6 +75,11 @@ class NonfiniteGuard:
             target.copy_(source)
 
 
+def asks_host(device: torch.device) -> bool:
+    """Tell whether the host looks at whether values are finite; on a device it would have to wait for the answer."""
+    return device.type == "cpu"
+
+
 class PowerSGDWorkspace:
     """The matrices of a bucket, and the flat memory of their factors; rebuilt when other parameters lie in it.
 
@@ -88,7 +93,7 @@ class PowerSGDWorkspace:
     def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], comm_dtype: torch.dtype, *, batched: bool) -> None:
         buffer = bucket.buffer()
         self.numel = buffer.numel()
-        self._ask = buffer.is_cpu  # on a device the host would have to wait for the answer
+        self._ask = asks_host(buffer.device)
         self.batches: list[MatrixBatch] = make_batches(slots, batched=batched)
         ordered = [slot for batch in self.batches for slot in batch.slots]
         self._slots = ordered

@@ -151,7 +151,7 @@ class CollectiveQueue:
 
     def wait_for(self, in_flight: InFlightBucket) -> None:
         """Block until the bucket is done, moving others on meanwhile."""
-        while not in_flight.finished:
+        while True:
             self.advance()
             if in_flight.finished:
                 return
