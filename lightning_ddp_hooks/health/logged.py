@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import ranks_text
-from lightning_ddp_hooks.reducer.stream import Readout, readout
+from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
 
 _NAME_BYTES = 64
 _WORD = 8
@@ -69,7 +69,7 @@ class LoggedValues:
         self._step = step
         self._entry: _Entry | None = None
         self._heads: dict[tuple[str, ...], Tensor] = {}
-        self._unread: list[tuple[Readout, Tensor, comm.ProcessGroup]] = []
+        self._unread: list[tuple[DeferredRead, Tensor, comm.ProcessGroup]] = []
         self.waits_for = ""
 
     @contextmanager
@@ -156,7 +156,7 @@ class LoggedValues:
         """
         unread, self._unread = self._unread, []
         for differs, heads, group in unread:
-            if differs.value():
+            if any(differs.values()):
                 self._raise_different([_text(head) for head in heads.cpu()], comm.global_ranks(group))
 
     def close(self, *, failed: bool = False) -> None:
@@ -198,7 +198,7 @@ class LoggedValues:
     def _compare(self, heads: Tensor, head: Tensor, group: comm.ProcessGroup) -> None:
         self.settle()
         differs = (heads != head).any()
-        self._unread.append((readout(differs), heads, group))
+        self._unread.append((start_read(differs), heads, group))
         if heads.device.type != "cuda":
             self.settle()
 

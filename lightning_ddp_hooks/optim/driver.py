@@ -28,8 +28,8 @@ from lightning_ddp_hooks.optim.replicas import refuse_diverging
 from lightning_ddp_hooks.optim.state import StateDict, optimizer_text
 from lightning_ddp_hooks.optim.step import ShardedStep
 from lightning_ddp_hooks.optim.subset import replace_step
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
 class OptimizerDriver:

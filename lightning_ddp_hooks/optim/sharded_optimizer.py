@@ -15,7 +15,7 @@ from lightning_ddp_hooks.optim.exchange import ParameterExchange
 from lightning_ddp_hooks.optim.owners import Owners
 from lightning_ddp_hooks.optim.state import StateDict
 from lightning_ddp_hooks.optim.step import ShardedStep
-from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 
 
 class ShardedOptimizer(Optimizer, Joinable):

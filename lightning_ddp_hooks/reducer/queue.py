@@ -1,7 +1,7 @@
 """The one place that issues the collectives of buckets, in an order that is the same on all ranks.
 
-A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in bucket order, and a
-*round* is all buckets of one backward (or of one exchange of an averager).
+A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in bucket order, and
+a *round* is all buckets of one backward (or of one exchange of an averager).
 
 [Note: order of collectives] Each communicator sees the same sequence on all ranks, whatever their timing:
   * **at once** (backends ordered by streams, such as NCCL: waiting only queues). A bucket runs through all its
@@ -9,8 +9,8 @@ A hook's generator yields requests (requests.py); the queue carries them out. Bu
     could hang, so there is only one.
   * **in lanes** (gloo: waiting blocks the host). The k-th collective of each bucket goes to the k-th lane, a process
     group of its own, in bucket order; so phases of different buckets overlap. A collective for which there is no lane
-    yet waits until all buckets are launched, and then goes in bucket order to the last lane; at the end of the round the
-    lanes that were missing are made, on all ranks alike. So a hook may yield any number of collectives.
+    yet waits until all buckets are launched, and then goes in bucket order to the last lane; at the end of the round
+    the lanes that were missing are made, on all ranks alike. So a hook may yield any number of collectives.
 A status (status.py) travels with the last bucket's first collective, or right behind it.
 """
 
@@ -27,6 +27,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.requests import Phases, Request, Subgroup
+from lightning_ddp_hooks.traffic import CONTROL
 
 _MAX_LANES = 4
 
@@ -73,6 +74,7 @@ class CollectiveQueue:
 
     Attributes:
         hook: Hook that reduces the buckets.
+        at_once: Whether waiting only queues.
         all_launched: Whether all buckets of the round are launched.
     """
 
@@ -86,12 +88,14 @@ class CollectiveQueue:
     ) -> None:
         self.hook: BucketHook = PlainMean() if hook is None else hook
         self.group = group
-        self._at_once = at_once
+        self.at_once = at_once
         self._timeout = timeout
         self._lanes: dict[Subgroup | None, list[comm.ProcessGroup]] = {None: [group]}
         self._stages: dict[Subgroup | None, int] = {}
         self._made: list[comm.ProcessGroup] = []
         self._round: list[InFlightBucket] = []
+        self._status: Tensor | None = None
+        self._status_work: comm.Work | None = None
         self.all_launched = False
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
@@ -112,18 +116,21 @@ class CollectiveQueue:
 
     # ------------------------------------------------------------------ a round
 
-    def launch(self, bucket: GradBucket, storage: Bucket | None = None) -> InFlightBucket:
+    def launch(
+        self, bucket: GradBucket, storage: Bucket | None = None, *, sends_status: bool = False
+    ) -> InFlightBucket:
         """Start to reduce a bucket, after following up what is done of earlier ones.
 
         Args:
             bucket: Bucket as the hook sees it.
             storage: Memory of the bucket; None if it has no place for a status.
+            sends_status: Whether the status that lies in its slot is to be summed; `wait_for_status` has the sum.
         """
         if self.all_launched or (self._round and bucket.index() <= self._round[-1].index):
             self.forget()  # of an earlier backward
         if self.hook.takes_divided:
             bucket.divisor = 1.0
-        in_flight = InFlightBucket(self, bucket, storage)
+        in_flight = InFlightBucket(self, bucket, storage, sends_status)
         self._round.append(in_flight)
         self.advance()
         return in_flight
@@ -161,10 +168,36 @@ class CollectiveQueue:
                 continue
             blocked.block()
 
+    def send_status(self, slot: Tensor, *, travels_along: bool) -> None:
+        """Sum a status over the ranks; called once a round, at the same place of its order on all ranks.
+
+        Args:
+            slot: The status; overwritten by the sum if it travels along.
+            travels_along: Whether a collective that was just issued takes it along.
+        """
+        if travels_along:
+            self._status = slot
+            return
+        self._status = slot.clone()
+        with comm.counted_as(CONTROL):
+            work = comm.all_reduce(self._status, self._lanes[None][0])
+        if self.at_once:
+            work.wait()
+        else:
+            self._status_work = work
+
+    def wait_for_status(self) -> Tensor:
+        """Wait for the sum of the status that was sent in this round."""
+        if self._status_work is not None:
+            self._status_work.wait()
+            self._status_work = None
+        assert self._status is not None, "no status was sent"
+        return self._status
+
     def end_round(self) -> None:
         """Let go of the buckets, and make lanes that were missing; collective where some were."""
         self.forget()
-        if self._at_once:
+        if self.at_once:
             return
         for subgroup, stages in self._stages.items():
             lanes = self._lanes[subgroup]
@@ -175,6 +208,7 @@ class CollectiveQueue:
     def forget(self) -> None:
         """Let go of the buckets of the round, also of those in flight."""
         self._round = []
+        self._status = self._status_work = None
         self.all_launched = False
 
     def close(self) -> None:
@@ -187,7 +221,7 @@ class CollectiveQueue:
 
     def has_lane(self, subgroup: Subgroup | None, stage: int) -> bool:
         """Tell whether there is a lane for the collectives of a stage."""
-        return self._at_once or stage < len(self._lanes[subgroup])
+        return self.at_once or stage < len(self._lanes[subgroup])
 
     def everybody_waits(self, for_whom: InFlightBucket, stage: int) -> bool:
         """Tell whether no bucket behind this one will issue anything before ``stage`` unless this one goes on."""
@@ -200,7 +234,7 @@ class CollectiveQueue:
         Args:
             request: What the hook has yielded.
             stage: Number of collectives that the bucket has issued before.
-            storage: Memory of the bucket, whose tail a sum of the whole buffer takes along.
+            storage: Memory of the bucket, whose status a sum of the whole buffer takes along.
         """
         if isinstance(request, requests.Wait):
             handle = request.handle
@@ -210,7 +244,7 @@ class CollectiveQueue:
             return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
         group = self._group(request.subgroup, stage)  # type: ignore[attr-defined]
         issued = _issue(request, group, storage)
-        if self._at_once:
+        if self.at_once:
             for handle in issued.handles:
                 handle.wait()
         return issued
@@ -218,7 +252,7 @@ class CollectiveQueue:
     def _group(self, subgroup: Subgroup | None, stage: int) -> comm.ProcessGroup:
         lanes = self._lanes[subgroup]
         self._stages[subgroup] = max(self._stages.get(subgroup, 0), stage + 1)
-        return lanes[0 if self._at_once else min(stage, len(lanes) - 1)]
+        return lanes[0 if self.at_once else min(stage, len(lanes) - 1)]
 
 
 class _Earlier:
@@ -248,7 +282,9 @@ class InFlightBucket:
         on_finished: Called when the bucket has been reduced, if not None.
     """
 
-    def __init__(self, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket | None) -> None:
+    def __init__(
+        self, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket | None, sends_status: bool = False
+    ) -> None:
         self.index = bucket.index()
         self.stages = 0
         self.finished = False
@@ -258,6 +294,7 @@ class InFlightBucket:
         self._queue = queue
         self._bucket = bucket
         self._storage = storage
+        self._unsent_status = storage.status_slot if sends_status and storage is not None else None
         self._hook = queue.hook
         self._phases: Phases | None = None
         self._request: Request | None = None  # that is yet to be issued, or to be allowed
@@ -314,6 +351,7 @@ class InFlightBucket:
                 self._issued = self._queue.issue(request, self.stages, self._storage)
             if not isinstance(request, requests.Wait):
                 self.stages += 1
+            self._send_status(travels_along=takes_along(request, self._storage))
             if self.on_collective is not None and self.collective is not None:
                 self.on_collective(self.collective)
             return
@@ -347,8 +385,15 @@ class InFlightBucket:
                 if end.value is not None:
                     self._result = check_result(self._hook.name, self._bucket, end.value)
                 self.finished = True
+                self._send_status()
         if self.finished and self.on_finished is not None:
             self.on_finished()
+
+    def _send_status(self, *, travels_along: bool = False) -> None:
+        slot, self._unsent_status = self._unsent_status, None
+        if slot is not None:
+            with torch.no_grad():
+                self._queue.send_status(slot, travels_along=travels_along)
 
     def wait(self) -> Tensor:
         """Block until the bucket is reduced; return the reduced values, which may lie in the bucket's own buffer."""
@@ -371,13 +416,19 @@ def _subgroups(request: Request) -> Iterator[Subgroup | None]:
         yield getattr(request, "subgroup", None)
 
 
+def takes_along(request: Request, storage: Bucket | None) -> bool:
+    """Tell whether a request sums a whole bucket that has a status behind it."""
+    if storage is None or storage.status_slot is None or not isinstance(request, requests.AllReduce):
+        return False
+    return request.subgroup is None and is_same_memory(request.tensor, storage.buffer)
+
+
 def _issue(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> _Issued:
     size = group.size()
     if isinstance(request, requests.AllReduce):
         tensor = request.tensor
-        whole = storage is not None and storage.tail is not None and request.subgroup is None
-        if whole and storage is not None and _is_same(tensor, storage.buffer):
-            return _Issued([comm.all_reduce(storage.wire, group)], lambda: tensor)
+        if storage is not None and takes_along(request, storage):
+            return _Issued([comm.all_reduce(storage.comm_buffer, group)], lambda: tensor)
         return _Issued([comm.all_reduce(tensor, group)], lambda: tensor)
     if isinstance(request, requests.Broadcast):
         tensor = request.tensor
@@ -411,7 +462,8 @@ def comm_reduce_scatter(request: requests.ReduceScatter, group: comm.ProcessGrou
     return _Issued([work], sum_parts)
 
 
-def _is_same(result: Tensor, buffer: Tensor) -> bool:
+def is_same_memory(result: Tensor, buffer: Tensor) -> bool:
+    """Tell whether a flat result lies where the buffer is."""
     return result.data_ptr() == buffer.data_ptr() and result.dtype == buffer.dtype and result.numel() == buffer.numel()
 
 
