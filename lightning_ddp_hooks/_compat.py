@@ -72,6 +72,32 @@ def span(name: str) -> AbstractContextManager[object]:
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 
+class OnStream:
+    """Makes a stream of any accelerator the current one.
+
+    torch 2.6 has no ``with stream:``, and later a stream can be entered only once at a time.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._index = _current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)  # makes its device the current one, too
+        if self._index != self._before.device_index:
+            _set_device_index(self._index)
+
+
+# torch 2.6 calls an index "idx".
+_accelerator: Any = torch.accelerator
+_current_device_index = getattr(_accelerator, "current_device_index", None) or _accelerator.current_device_idx
+_set_device_index = getattr(_accelerator, "set_device_index", None) or _accelerator.set_device_idx
+
+
 def buffer_tables(module: torch.nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
     """Return the name and the live table of buffers of each submodule.
 

@@ -1,4 +1,4 @@
-"""The stream that communication runs on: the one place that knows CUDA streams and events.
+"""The stream that communication runs on: the one place that knows streams and events, of whatever accelerator.
 
     compute stream   ... backward ...[copy b0]e0 ... backward ...[copy b1]e1 ...            | wait j | optimizer
     comm stream                       e0 -> [reduce b0]        e1 -> [reduce b1][copy back] j
@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_ddp_hooks import _compat
 
 
 class Readout(Protocol):
@@ -90,50 +92,55 @@ class _DeviceReadout:
         # Pinned memory, since a copy into pageable memory would make the host wait here.
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._arrived = torch.Event(device=tensor.device)
+        self._arrived.record(torch.accelerator.current_stream(tensor.device))
 
     def value(self) -> float:
         self._arrived.synchronize()
         return float(self._host)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Tell whether work on ``device`` is queued on streams, so that the host runs ahead of it."""
+    return device.type not in ("cpu", "meta")
+
+
 def readout(tensor: Tensor) -> Readout:
     """Begin to bring a one-element tensor of the current stream to the host."""
-    return _DeviceReadout(tensor) if tensor.is_cuda else _HostReadout(tensor)
+    return _DeviceReadout(tensor) if has_streams(tensor.device) else _HostReadout(tensor)
 
 
-class CudaStream:
+class DeviceStream:
     """A stream of high priority, so that reduction is not queued behind the kernels of the backward.
 
     Args:
-        device: the CUDA device of the buckets.
+        device: where the buckets are; any accelerator.
     """
 
     asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.Stream(device=device, priority=-1)  # devices without priorities take no notice
         self.stream: torch.Stream | None = self._stream
         # One event is enough: a wait refers to what was recorded when the wait was queued.
-        self._ready = torch.cuda.Event()
-        self._done = torch.cuda.Event()
+        self._ready = torch.Event(device=device)
+        self._done = torch.Event(device=device)
 
     def after_compute(self) -> AbstractContextManager[object]:
         """Enter the communication stream, behind what the compute stream has queued."""
-        self._ready.record(torch.cuda.current_stream(self._device))
+        self._ready.record(torch.accelerator.current_stream(self._device))
         self._stream.wait_event(self._ready)
-        return torch.cuda.stream(self._stream)
+        return self.context()
 
     def context(self) -> AbstractContextManager[object]:
         """Enter the communication stream."""
-        return torch.cuda.stream(self._stream)
+        return _compat.OnStream(self._stream)
 
     def join(self) -> None:
         """Let the compute stream wait for the communication stream."""
         self._done.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        torch.accelerator.current_stream(self._device).wait_event(self._done)
 
     def read(self, tensor: Tensor) -> Readout:
         """Begin to bring a number to the host."""
@@ -142,4 +149,4 @@ class CudaStream:
 
 def comm_stream(device: torch.device) -> CommStream:
     """Return the communication stream for buckets on ``device``."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return DeviceStream(device) if has_streams(device) else HostStream()

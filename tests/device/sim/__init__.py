@@ -1,14 +1,21 @@
 """A simulated asynchronous accelerator, to prove without a GPU how the package orders its streams.
 
-``load()`` makes ``torch.device("sim")`` known: streams are threads, memory is the host's and is reused in the order of
-streams, each operator runs later than the host, and some of them later still, at random from a seed. It changes the whole
-process (torch then has an accelerator), so call it in ranks only; `join_world` does, and makes the ranks' groups.
+`load` makes ``torch.device("sim")`` known: streams are threads, memory is the host's and is reused in the order of
+streams, each operator runs later than the host, and some later still, at random from a seed. That changes the whole
+process, which has an accelerator then, so it is done in ranks alone: `join_world`, which makes their groups too.
 
-    def _rank() -> float:
-        sim.join_world(seed=3)
+    def _rank() -> list[float]:
+        device = sim.join_world(seed=3)
         ...
 
-Environment: SIM_SEED, SIM_DELAYED (the fraction of tasks delayed), SIM_LONGEST_MS.
+    def test_it() -> None:
+        run_ranks(_rank)
+
+What it has in common with CUDA: `.item()`, `.cpu()`, blocking copies and shapes that depend on values make the host wait;
+memory that is let go of while another stream uses it is overwritten, unless `record_stream` was called; a collective
+begins when the stream it was issued on has come to it, and ``work.wait()`` lets a stream wait.
+
+Environment: SIM_SEED, SIM_DELAYED (the fraction of tasks that are delayed), SIM_LONGEST_MS.
 """
 
 import fcntl
@@ -19,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -107,6 +114,7 @@ def _device_module(native: Any) -> ModuleType:
         device_count=lambda: 1,
         current_device=lambda: 0,
         set_device=lambda device: None,
+        device=lambda device: nullcontext(),
         synchronize=lambda device=None: native.synchronize(),
         manual_seed=native.seed_all,
         manual_seed_all=native.seed_all,
@@ -161,8 +169,13 @@ def slow_down(stream: torch.Stream, ms: float) -> None:
     load().slow_down(stream, ms)
 
 
+def slow_down_collectives(ms: float) -> None:
+    """Have every further collective take so much longer; 0 ends it."""
+    load().slow_down_collectives(ms)
+
+
 def host_waits() -> int:
-    """Return how often the host has waited for the device."""
+    """Return how often the host has waited for something that was not done yet."""
     return int(load().host_waits())
 
 

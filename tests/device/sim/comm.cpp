@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,8 @@ namespace {
 using at::Tensor;
 using c10d::Work;
 using Tensors = std::vector<Tensor>;
+
+std::atomic<double> collectives_take_ms{0};
 
 class SimWork final : public Work {
  public:
@@ -89,8 +93,9 @@ class Communicator final : public c10d::Backend {
   explicit Communicator(c10::intrusive_ptr<c10d::Backend> gloo)
       : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_stream()) {}
 
-  // What was begun ends first: the group that the stream's tasks run on must outlive them.
-  ~Communicator() override { record(stream_)->wait(); }
+  // What was begun ends first, as with NCCL.
+  ~Communicator() override { finish(); }
+  void shutdown() override { finish(); }
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
@@ -151,14 +156,21 @@ class Communicator final : public c10d::Backend {
         c10d::OpType::BARRIER, {}, {}, [=, gloo = gloo_] { return gloo->barrier(options); }, true);
   }
 
-  void shutdown() override { record(stream_)->wait(); }
-
  private:
+  void finish() const {
+    std::optional<pybind11::gil_scoped_release> no_gil;  // queued work may let go of a Python object
+    if (PyGILState_Check()) {
+      no_gil.emplace();
+    }
+    record(stream_)->wait();
+  }
+
   template <typename Collective>
   c10::intrusive_ptr<Work> issue(c10d::OpType type, Tensors inputs, Tensors outputs, Collective collective,
                                  bool host_waits = false) {
     issued_++;
     wait_for(stream_, record(current_stream()));
+    sleep(stream_, collectives_take_ms);
     enqueue(stream_, [collective = std::move(collective)]() mutable { collective()->wait(); });
     return c10::make_intrusive<SimWork>(getRank(), type, stream_, std::move(inputs), std::move(outputs), host_waits);
   }
@@ -180,6 +192,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](uint64_t seed, double fraction, double longest_ms) { configure({seed, fraction, longest_ms}); });
   m.def("slow_down", &slow_down);
   m.def("sleep", &sleep);
+  m.def("slow_down_collectives", [](double ms) { collectives_take_ms = ms; });
   m.def("forbid_host_waits", &forbid_host_waits);
   m.def("host_waits", &host_waits);
   m.def("seed_all", &seed_all);
