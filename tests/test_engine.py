@@ -29,6 +29,11 @@ class Host:
         self.engine: Engine = engine_factory(backend)(self.params, self, views)  # type: ignore[arg-type]
         self.on: dict[str, Callable[[], None]] = {}
         self.buckets: list[Bucket] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.engine.close()
 
     def lay_out(self, *buckets: Sequence[int], expected: Sequence[int] | None = None, scale: float = 0.5) -> None:
         self.buckets = [Bucket(BucketLayout.build(indices, self.params), self.params) for indices in buckets]
@@ -49,6 +54,12 @@ class Host:
         self._hear("full", index)
 
     def backward_ended(self) -> None:
+        # The engine leaves the last bucket to whoever ends the backward.
+        last = len(self.buckets) - 1
+        if self.engine.complete and last >= 0 and not self.closed:
+            self.engine.fill(last)
+            self.engine.launched = len(self.buckets)
+            self._hear("full", last)
         self._hear("ended")
 
     def backward_aborted(self) -> None:
@@ -284,7 +295,7 @@ def test_an_exception_of_the_host_leaves_backward_unchanged(backend: str, moment
 
     params = weights((3,), (4,))
     host = Host(params, backend)
-    host.lay_out([0, 1])
+    host.lay_out([0], [1])
     host.on[moment] = fail
     with pytest.raises(Mine, match="told you so"):
         loss(params).backward()
@@ -295,7 +306,7 @@ def test_an_exception_of_the_host_leaves_backward_unchanged(backend: str, moment
     loss(params).backward()
     # Before the first gradient is counted, and once the end has been told, there is nothing to give up.
     told = ["broke"] if moment == "full" else []
-    assert host.heard == [*told, "begins", ("full", 0), "ended"]
+    assert host.heard == [*told, "begins", ("full", 0), ("full", 1), "ended"]
 
 
 @pytest.mark.parametrize("moment", ["never", "begins", "full", "ended"])
@@ -303,9 +314,9 @@ def test_a_closed_engine_hears_nothing_more(backend: str, moment: str) -> None:
     params = weights((3,), LARGE)
     host = Host(params, backend)
     host.lay_out([0, 1])
-    host.on[moment] = host.engine.close
+    host.on[moment] = host.close
     if moment == "never":
-        host.engine.close()
+        host.close()
     graph = loss(params)
     graph.backward()
     host.engine.stop()

@@ -462,7 +462,7 @@ class Reducer:
             for param in self.params:
                 param.grad = None
         if self.observer is not None:
-            self.observer.backward_finished()
+            (self.observer.backward_finished if aborted is None else self.observer.backward_aborted)()
         if outcome.error is not None:
             raise outcome.error
         if resolution.relayout:
