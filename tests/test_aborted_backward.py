@@ -53,7 +53,9 @@ def _train(ranks_that_fail: list[int], at_layer: int, settings: dict[str, Any], 
         if failing:
             raise Boom("boom")
 
-    net[at_layer].register_forward_hook(lambda module, args, out: out.requires_grad and out.register_hook(boom) and None)
+    net[at_layer].register_forward_hook(
+        lambda module, args, out: out.requires_grad and out.register_hook(boom) and None
+    )
     found = []
     for step in range(STEPS):
         failing = step == BAD_STEP and rank in ranks_that_fail
