@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import EXIT_CODE, FailureDetector
 from lightning_ddp_hooks.health.heartbeat import MAX_TEXT, Heartbeat, Progress, State
 from lightning_ddp_hooks.health.heartbeat_thread import HeartbeatThread
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.health.report import (
     LIKELY_CAUSE,
@@ -31,6 +32,8 @@ from lightning_ddp_hooks.health.report import (
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.registry import resolve_hook
+from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.layout import BucketLayout
 
 HERE = Progress(3, 3, 1, 2, "bucket 0 ('a', 'b')")
 PERIOD = 0.05
@@ -313,28 +316,60 @@ def test_replicas_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
         assert "apart now: 'c' differs between ranks 0, 2 and rank 1 (1 of 3 parameters differ)" in text
 
 
-def _first_bad() -> str:
-    group = comm.new_group(comm.resolve_group(None), cpu=True)
-    weight = torch.nn.Parameter(torch.ones(2))
-    table = torch.nn.Embedding(3, 2, sparse=True)
-    nonfinite = NonfiniteGradients(group)
-    for _ in range(2):  # watched twice, looked at once
-        nonfinite.watch([("weight", weight), ("table", table.weight)])
-    factor = float("nan") if comm.rank() == 1 else 1.0
-    (table(torch.tensor([0, 0])).sum() * factor + weight.sum()).backward()
+def _told(look: Callable[[NonfiniteGuard, float], None]) -> str:
+    guard = NonfiniteGuard(comm.new_group(comm.resolve_group(None), cpu=True))
+    look(guard, float("inf") if comm.rank() == 1 else 1.0)
     try:
-        nonfinite.check(4)
+        guard.check(4)
     except RuntimeError as error:
+        guard.check(5)  # what was told is forgotten
         return str(error)
-    finally:
-        nonfinite.close()
     return ""
 
 
+def _bucket(*gradients: Tensor) -> GradBucket:
+    params = [torch.zeros_like(gradient) for gradient in gradients]
+    bucket = Bucket(BucketLayout.build(range(len(params)), params), params)
+    for view, gradient in zip(bucket.views, gradients, strict=True):
+        view.copy_(gradient)
+    return GradBucket(bucket, 0, True, tuple("abcdef"[: len(params)]), 2.0)
+
+
+def _look_at_buckets(guard: NonfiniteGuard, factor: float) -> None:
+    whole, bad, pair = torch.ones(3), torch.tensor([[1.0, factor]]), torch.tensor([complex(1, factor - factor)])
+    guard.look(_bucket(whole, bad, whole * factor))
+    guard.look(_bucket(torch.full((9,), 60000.0, dtype=torch.float16)))  # finite, though a sum in half precision is not
+    later = _bucket(pair)
+    guard.look(later)
+    later.buffer().zero_()  # reduced meanwhile
+
+
+def _look_at_sparse(guard: NonfiniteGuard, factor: float) -> None:
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    (table(torch.tensor([0, 0])).sum() * factor).backward()
+    assert table.weight.grad is not None
+    guard.look_at("table", table.weight.grad)
+
+
+def _look_at_all(guard: NonfiniteGuard, factor: float) -> None:
+    gradients = [torch.ones(2), None, torch.ones(1).half(), torch.full((2, 2), factor), torch.ones(0)]
+    guard.look_at_all(zip("abcde", gradients, strict=True))
+
+
 @pytest.mark.ranks
-def test_a_sparse_gradient_is_looked_at() -> None:
-    for text in run_ranks(_first_bad):
-        assert "in step 4, before any exchange: rank 1: the gradient of 'table'. " in text
+@pytest.mark.parametrize(
+    ("look", "found"),
+    [
+        (_look_at_buckets, "'b' (and of 2 more parameters)"),
+        (_look_at_sparse, "'table'"),
+        (_look_at_all, "'d'"),
+    ],
+)
+def test_gradients_that_are_not_finite_are_told_by_all(
+    look: Callable[[NonfiniteGuard, float], None], found: str
+) -> None:
+    for text in run_ranks(_told, look):
+        assert f"in step 4, before any exchange: rank 1: the gradient of {found}. " in text
 
 
 # ---------------------------------------------------------------------- what hooks make of replicas

@@ -17,7 +17,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.communication import BucketComm, MeanAllReduce, Pending
 from lightning_ddp_hooks.reducer.engine import Engine
-from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard, told_of_wait
 from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
 
 
@@ -54,6 +54,7 @@ class Flights:
         comm: what reduces them; the mean, unless a hook was registered.
         custom: whether one was.
         observer: who is told.
+        nonfinite: what looks at each bucket before it is launched, or None.
         divisor: what sums over ranks are divided by.
         by_engine: whether the engine launches by itself what becomes full during the backward.
     """
@@ -66,6 +67,7 @@ class Flights:
         self.comm: BucketComm = MeanAllReduce(group)
         self.custom = False
         self.observer: BackwardObserver | None = None
+        self.nonfinite: GradientGuard | None = None
         self.divisor = float(comm.world_size(group))
         self.by_engine = True
         self._group = group
@@ -114,8 +116,8 @@ class Flights:
         return self._stream_of[device]
 
     def share_out(self) -> None:
-        """Let the engine sum buckets by itself where there is neither a hook to run nor an observer to tell."""
-        self.by_engine = not self.custom and self.observer is None
+        """Let the engine sum buckets by itself where no Python has to run for each."""
+        self.by_engine = not self.custom and self.observer is None and self.nonfinite is None
         self.engine.set_mean_group(self._group if self.by_engine else None)
 
     def apply_divisor(self) -> None:
@@ -137,6 +139,8 @@ class Flights:
         if unused:
             inside = zip(bucket.layout.indices, self._names[index], strict=True)
             view.unused = frozenset(name for i, name in inside if i in unused)
+        if self.nonfinite is not None:
+            self.nonfinite.look(view)
         if observer is not None:
             observer.bucket_full(view, 1.0 if self.comm.divides else 1.0 / self.divisor)
         with _compat.span("ldh::launch"), stream.after_compute():

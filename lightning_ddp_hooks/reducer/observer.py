@@ -70,6 +70,18 @@ class BackwardObserver(Protocol):
         ...
 
 
+class GradientGuard(Protocol):
+    """Looks at this rank's own gradients before they are sent; the compute stream is current."""
+
+    def look(self, bucket: GradBucket) -> None:
+        """Look at a full bucket."""
+        ...
+
+    def look_at(self, name: str, gradient: Tensor) -> None:
+        """Look at a gradient that is in no bucket."""
+        ...
+
+
 def told_of_wait(observer: BackwardObserver | None) -> AbstractContextManager[None]:
     """Tell an observer, if there is one, that what runs under this context waits for other ranks."""
     return _UNTOLD if observer is None else _telling(observer)

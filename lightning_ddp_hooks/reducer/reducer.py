@@ -38,7 +38,7 @@ from lightning_ddp_hooks.reducer.flights import Flights
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
 from lightning_ddp_hooks.reducer.learning import Learning
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
-from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard, told_of_wait
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
 from lightning_ddp_hooks.reducer.stream import Readout
@@ -271,6 +271,17 @@ class Reducer:
             raise RuntimeError("An observer can be set only between two backwards.")
         self._flights.observer = observer
         # One may leave at any time, such as when an error has broken a backward off, whose buckets stay what they are.
+        if not (self.detached or self._engine.active):
+            self._flights.share_out()
+
+    @property
+    def nonfinite(self) -> GradientGuard | None:
+        """What looks at each gradient before it is sent; None by default. With one, buckets are launched from Python."""
+        return self._flights.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, guard: GradientGuard | None) -> None:
+        self._flights.nonfinite = guard
         if not (self.detached or self._engine.active):
             self._flights.share_out()
 
@@ -648,6 +659,8 @@ class Reducer:
         for index in self._sparse:
             if index not in unused:
                 param = self.params[index]
+                if self.nonfinite is not None and param.grad is not None:
+                    self.nonfinite.look_at(self.names[index], param.grad)
                 param.grad = mean_sparse(param.grad, param, self.divisor, self.group)
 
     # ------------------------------------------------------------------ learning and rebuilding
@@ -674,12 +687,14 @@ class Reducer:
 
     def _follow_trainable_set(self) -> None:
         """Reduce what has been unfrozen by itself this once, and begin again with the new set."""
-        for param in self._trainable.fresh():
+        for name, param in self._trainable.fresh():
             has = torch.tensor([int(param.grad is not None)], dtype=torch.int32)
             comm.all_reduce(has, self.control_group).wait()
             if not has:
                 continue
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            if self.nonfinite is not None:
+                self.nonfinite.look_at(name, gradient)
             if id(param) in self._sparse_ids:
                 param.grad = mean_sparse(param.grad, param, self.divisor, self.group)
                 continue
