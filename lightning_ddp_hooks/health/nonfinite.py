@@ -1,9 +1,9 @@
 """Find out on which rank a gradient is infinite or not a number, before a sum makes it so on all of them.
 
-    backward        reducer ---> look(bucket)              each bucket before it is sent
-                            ---> look_at(name, gradient)   a sparse gradient, or one that is in no bucket
-    no reduction            ---> look_at_all(gradients)    where gradients are used as they are
-    after backward          ---> check(step)               all ranks learn what was found
+reducer ---> look(bucket)              each bucket before it is sent
+        ---> look_at(name, gradient)   a sparse gradient, or one that is in no bucket
+trainer ---> look_at_all(gradients)    where gradients are used without being reduced
+        ---> check(step)               after the backward: all ranks learn what was found
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ class NonfiniteGuard:
     """Looks at this rank's own gradients, without waiting for the device, until `check` reports.
 
     On the CPU one sum over each bucket is enough, since a bad gradient can be searched for at once. On other devices
-    the bucket is overwritten before the host knows the sum, so that there each gradient's own is kept.
-
-    Args:
-        group: a CPU group.
+    the bucket is overwritten before the host knows the sum, so each gradient's own sum is kept. ``group`` is a CPU
+    group.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
@@ -42,7 +40,7 @@ class NonfiniteGuard:
         self._keep([name], [gradient.coalesce().values() if gradient.is_sparse else gradient])
 
     def look_at_all(self, named: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Look at gradients that no bucket holds; None stands for one that did not come."""
+        """Look at gradients that no bucket holds, in the order of the backward; None stands for one that is missing."""
         dense: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, gradient in named:
             if gradient is not None and gradient.is_sparse:
@@ -65,26 +63,21 @@ class NonfiniteGuard:
             RuntimeError: on every rank, if a gradient of any rank was not finite; names those ranks, and for each the
                 first parameter in the order of its backward.
         """
-        found = self._found()
+        seen, self._seen = self._seen, []
+        sums = [torch.isfinite(sums).to(seen[0][1].device) for _, sums in seen]
+        finite = torch.cat(sums).tolist() if sums else []
+        names = [name for part, _ in seen for name in part]
+        found = list(dict.fromkeys(name for name, flag in zip(names, finite, strict=True) if not flag))
         if not int(comm.reduce_in_place(torch.tensor([len(found)]), "sum", self._group)):
             return
         lines = []
         for rank, (first, others) in enumerate(comm.all_gather_object((found[:1], len(found) - 1), self._group)):
-            if first:
-                more = f" (and of {others} more parameters)" if others else ""
-                lines.append(f"rank {rank}: the gradient of {first[0]!r}{more}")
+            more = f" (and of {others} more parameters)" if others > 0 else ""
+            lines += [f"rank {rank}: the gradient of {name!r}{more}" for name in first]
         raise RuntimeError(
             f"Gradients that are infinite or not a number in step {step}, before any exchange: {'; '.join(lines)}. "
             "Gradients come from the loss down: the parameter named is the first one that the backward reached."
         )
-
-    def _found(self) -> list[str]:
-        seen, self._seen = self._seen, []
-        if not seen:
-            return []
-        names = [name for part, _ in seen for name in part]
-        finite = torch.cat([torch.isfinite(sums).to(seen[0][1].device) for _, sums in seen]).tolist()
-        return list(dict.fromkeys(name for name, flag in zip(names, finite, strict=True) if not flag))
 
     def close(self) -> None:
         """Forget what was seen."""
@@ -92,5 +85,5 @@ class NonfiniteGuard:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to sum in: so only sums beyond 1e38 of values that are finite would mislead."""
+    """Return the dtype to sum in, so that only sums beyond 1e38 of values that are finite would mislead."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -19,13 +19,12 @@ from typing_extensions import override
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.arguments import require_check_interval, require_flag
 from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
-from lightning_ddp_hooks.health.attach import attach_report
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
-from lightning_ddp_hooks.health.report import LIKELY_CAUSE
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.strategy.logs import LogsStrategy
