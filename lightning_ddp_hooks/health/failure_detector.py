@@ -36,13 +36,10 @@ class FailureDetector:
 
     Args:
         store: A connection that nobody else uses; all ranks' lead to the same store.
-        rank: This rank.
-        world_size: The number of ranks.
-        progress: Returns how far this rank has come; called from any thread, every period.
+        progress: Returns how far this rank has come; called from any thread.
         timeout: Seconds of silence after which a rank is lost, if this one makes no progress meanwhile; also how long
             this rank's main thread has to come back once another rank has said that it failed.
-        store_host: Where the store is, in words.
-        exit_process: Ends the process if the main thread does not come back; for tests.
+        exit_process: Ends the process if the main thread does not come back.
         patient: Whether a rank may be silent ten times as long; an attribute that can be changed at any time.
         likely_cause: Returns why ranks may be at different places though none has failed; called for each report.
     """
@@ -76,8 +73,6 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._run, name="ldh-failure-detector", daemon=True)
         self._heartbeats.start()
         self._thread.start()
-
-    # ------------------------------------------------------------------ what the main thread calls
 
     def explain(self, error: BaseException) -> str | None:
         """Note that this rank ends with an error, tell the others, and return a report if another rank caused it.
@@ -138,8 +133,6 @@ class FailureDetector:
         heartbeats.stop(self._brief)
         self._thread.join(self._brief)
 
-    # ------------------------------------------------------------------ the thread
-
     def _run(self) -> None:
         progress, moved_at = self._progress(), time.monotonic()
         while not self._over.wait(self._period):
@@ -149,28 +142,20 @@ class FailureDetector:
                 moved_at = now
             idle_s = now - moved_at
             self._heartbeats.reads_peers = idle_s >= 2 * self._period
-            # Whoever failed will not come back, while one that is silent may be busy with a call that lets no other
-            # thread run.
-            if idle_s >= self._timeout and self._found_fault(self._tolerated_s):
-                return self._end(grace_s=self._brief)
-            if idle_s >= self._timeout and self._deadlocked():
-                return self._end(grace_s=self._brief, are_deadlocked=True)
-            if self._heartbeats.alarms and idle_s >= 2 * self._period:
-                return self._end(grace_s=self._timeout)
-
-    @property
-    def _tolerated_s(self) -> float:
-        """Seconds that a rank may be silent before it counts as lost."""
-        return _PATIENCE * self._timeout if self.patient else self._timeout
+            # One that is silent may be busy with a call that lets no other thread run; one that failed is not.
+            silent_s = _PATIENCE * self._timeout if self.patient else self._timeout
+            stuck, alarmed = idle_s >= self._timeout, self._heartbeats.alarms and idle_s >= 2 * self._period
+            found = stuck and self._found_fault(silent_s)
+            are_deadlocked = stuck and not found and self._deadlocked()
+            if found or are_deadlocked or alarmed:
+                self._fault = self._report(silent_s, are_deadlocked=are_deadlocked)
+                self._end(self._fault, self._brief if found or are_deadlocked else self._timeout)
+                return
 
     def _found_fault(self, silent_s: float) -> bool:
         peers = self._heartbeats.peers()
         known = reports.failed_ranks(peers) or reports.resignations(peers) or reports.lost_ranks(peers, silent_s)
         return bool(known) or self._store_lost(silent_s)
-
-    def _deadlocked(self) -> bool:
-        # The others have been looked at for less long than this rank has been idle.
-        return reports.deadlocked(self._progress(), self._heartbeats.peers(), self._world_size, self._timeout / 2)
 
     def _store_lost(self, silent_s: float) -> bool:
         heartbeats = self._heartbeats
@@ -178,6 +163,10 @@ class FailureDetector:
         if host is not None and host.heartbeat.state is State.FINISHED:
             return False
         return heartbeats.broken is not None or time.monotonic() - heartbeats.answered_at >= silent_s + self._period
+
+    def _deadlocked(self) -> bool:
+        # The others have been watched for less long than this rank has been idle.
+        return reports.deadlocked(self._progress(), self._heartbeats.peers(), self._world_size, self._timeout / 2)
 
     def _report(self, silent_s: float, *, are_deadlocked: bool = False) -> str:
         return reports.failure_report(
@@ -190,18 +179,16 @@ class FailureDetector:
             likely_cause=self._likely_cause(),
         )
 
-    def _end(self, grace_s: float, *, are_deadlocked: bool = False) -> None:
-        self._fault = self._report(self._tolerated_s, are_deadlocked=are_deadlocked)
+    def _end(self, fault: str, grace_s: float) -> None:
         # Aborting may wait for the group's own threads.
         threading.Thread(target=comm.abort_groups, name="ldh-abort", daemon=True).start()
         if not self._over.wait(grace_s):
-            self._heartbeats.send_last(State.GAVE_UP, self._fault.partition("\n")[0], self._brief)
-            self._print_and_exit(self._fault)
+            self._heartbeats.send_last(State.GAVE_UP, fault.partition("\n")[0], self._brief)
+            self._print_and_exit(fault)
 
     def _print_and_exit(self, text: str) -> None:
-        print(f"{text}\nRank {self._rank} did not come back from what it was doing.", file=sys.stderr)
         sys.stdout.flush()
-        sys.stderr.flush()
+        print(f"{text}\nRank {self._rank} did not come back from what it was doing.", file=sys.stderr, flush=True)
         self._exit_process(EXIT_CODE)
 
 

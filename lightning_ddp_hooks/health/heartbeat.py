@@ -77,14 +77,7 @@ class PeerStatus:
 class HeartbeatThread(threading.Thread):
     """Writes this rank's heartbeat every ``period`` seconds, and reads the others' on request.
 
-    A thread of its own, since a call to a store whose host was stopped may never return.
-
-    Args:
-        store: A connection that nobody else uses.
-        rank: This rank.
-        world_size: The number of ranks.
-        progress: Returns how far this rank has come; called from this thread.
-        period: Seconds between two heartbeats.
+    A thread of its own, with a connection of its own, since a call to a store whose host was stopped may never return.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.stream import Readout, readout
 
-_TEXT_BYTES = 64
+_TEXT_BYTES = 80
 _WORD = 8
 _HEADER = 1 + _TEXT_BYTES // _WORD  # digest and text, in 64-bit words
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -73,14 +73,7 @@ class LoggedValues:
     def reduce(self, tensor: Tensor, op: str, group: comm.ProcessGroup | None = None) -> Tensor:
         """Return the value reduced over the ranks; a collective call.
 
-        Args:
-            tensor: A value of one element.
-            op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
-            group: The ranks, if not all.
-
-        Returns:
-            A new tensor in the shape of the old one, computed in float64; the mean of integers is of the default float
-            type, and exact.
+        It is a tensor of one element, reduced in float64; the mean of integers is of the default float type, and exact.
 
         Raises:
             RuntimeError: on every rank, if they log different things; names ranks and keys.
@@ -99,9 +92,7 @@ class LoggedValues:
     def agree_on_metric(self, path: str, metric: Metric) -> None:
         """Compare the states of a metric before they are gathered one by one; a collective call.
 
-        Args:
-            path: Where the metric is within the one that was logged; empty if it is that one.
-            metric: The metric that is about to gather.
+        ``path`` says where the metric is within the one that was logged; it is empty if it is that one.
 
         Raises:
             RuntimeError: on every rank, if the states cannot be gathered; names ranks, key and state.
@@ -123,15 +114,11 @@ class LoggedValues:
         )
 
     def settle(self) -> None:
-        """Raise if earlier values turn out to have differed between ranks; waits for the device.
-
-        Raises:
-            RuntimeError: ranks have logged different things.
-        """
+        """Raise on all ranks if values reduced so far were of different things; waits for the device."""
         unread, self._unread = self._unread, []
         for differs, headers, group in unread:
             if differs.value():
-                self._raise_different([_text_in(header) for header in headers.cpu()], comm.global_ranks(group))
+                self._raise_different([_decode_entry(header) for header in headers.cpu()], comm.global_ranks(group))
 
     def close(self, *, failed: bool = False) -> None:
         """Free the groups; after an error only gloo's, since other ranks may never finish what NCCL has begun."""
@@ -157,14 +144,14 @@ class LoggedValues:
         )
 
 
-@lru_cache(maxsize=10_000)
+@lru_cache(maxsize=1000)
 def _make_header(entry: str, what: str, device: torch.device) -> Tensor:
     digest = hashlib.blake2b(f"{entry}\0{what}".encode(), digest_size=_WORD).digest()
     text = entry.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return torch.frombuffer(bytearray(digest + text), dtype=torch.int64).to(device)
 
 
-def _text_in(header: Tensor) -> str:
+def _decode_entry(header: Tensor) -> str:
     return bytes(header[1:].contiguous().view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
 
 

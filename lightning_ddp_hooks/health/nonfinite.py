@@ -1,9 +1,7 @@
 """Find out on which rank a gradient is infinite or not a number, before a sum makes it so on all of them.
 
-reducer ---> look(bucket)              each bucket before it is sent
-        ---> look_at(name, gradient)   a sparse gradient, or one that is in no bucket
-trainer ---> look_at_all(gradients)    where gradients are used without being reduced
-        ---> check(step)               after the backward: all ranks learn what was found
+The reducer has the guard `look` at each bucket before it is sent, and `look_at` a gradient that is in no bucket. Where
+gradients are used without being reduced, the trainer calls `look_at_all`. After the backward `check` tells all ranks.
 """
 
 from __future__ import annotations

@@ -64,19 +64,11 @@ def failure_report(
 ) -> str:
     """Return several lines that say which rank brought this one down, and where both were.
 
-    Args:
-        rank: This rank.
-        progress: How far this rank has come.
-        peers: What is known about the other ranks.
-        silent_s: Seconds of silence after which a rank counts as lost.
-        store_host: Where the store was, if it cannot be reached.
-        are_deadlocked: Whether all ranks are known to wait for different things.
-        likely_cause: What to add if no rank is known to have failed.
+    A rank counts as lost after ``silent_s`` seconds of silence; ``store_host`` is given if it cannot be reached, and
+    ``likely_cause`` is added if no rank is known to have failed.
     """
-    failed, places = (
-        failed_ranks(peers),
-        {other: peer.heartbeat.progress.text() for other, peer in sorted(peers.items())},
-    )
+    failed = failed_ranks(peers)
+    places = {other: peer.heartbeat.progress.text() for other, peer in sorted(peers.items())}
     lines = [f"Rank {other} failed at {places[other]}." for other in failed]
     lines += [
         f"Rank {other} died or was stopped: no sign of life for {peers[other].silent_s:.0f} s; it was last seen at "

@@ -276,7 +276,7 @@ class Reducer:
 
     @property
     def nonfinite(self) -> GradientGuard | None:
-        """What looks at each gradient before it is sent; None by default. With one, buckets are launched from Python."""
+        """Looks at each gradient before it is sent; None by default. With one, buckets are launched from Python."""
         return self._flights.nonfinite
 
     @nonfinite.setter
