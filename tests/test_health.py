@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import EXIT_CODE, FailureDetector
 from lightning_ddp_hooks.health.heartbeat import MAX_TEXT, Heartbeat, HeartbeatThread, PeerStatus, Progress, State
+from lightning_ddp_hooks.health.logged import LoggedValues
 from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.health.report import (
@@ -32,6 +34,7 @@ from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
+from lightning_ddp_hooks.reducer.reducer import Reducer
 
 HERE = Progress(3, 3, 1, 2, "bucket 0 ('a', 'b')")
 PERIOD = 0.05
@@ -346,6 +349,11 @@ def _look_at_buckets(guard: NonfiniteGuard, factor: float) -> None:
     later.buffer().zero_()  # reduced meanwhile
 
 
+def _look_in_order(guard: NonfiniteGuard, factor: float) -> None:
+    guard.order = ["c", "a", "b"]
+    _look_at_buckets(guard, factor)
+
+
 def _look_at_sparse(guard: NonfiniteGuard, factor: float) -> None:
     table = torch.nn.Embedding(3, 2, sparse=True)
     (table(torch.tensor([0, 0])).sum() * factor).backward()
@@ -363,6 +371,7 @@ def _look_at_all(guard: NonfiniteGuard, factor: float) -> None:
     ("look", "found"),
     [
         (_look_at_buckets, "'b' (and of 2 more parameters)"),
+        (_look_in_order, "'c' (and of 2 more parameters)"),
         (_look_at_sparse, "'table'"),
         (_look_at_all, "'d'"),
     ],
@@ -372,6 +381,42 @@ def test_gradients_that_are_not_finite_are_told_by_all(
 ) -> None:
     for text in run_ranks(_told, look):
         assert f"in step 4, before any exchange: rank 1: the gradient of {found}. " in text
+
+
+def _look_in_an_aborted_backward() -> str:
+    model = torch.nn.Linear(2, 1)
+    reducer = Reducer(model)
+    reducer.nonfinite = guard = NonfiniteGuard(reducer.control_group)
+    for step in range(3):  # the first one is recorded, and sends no bucket before its end
+        x = torch.full((1, 2), float("inf") if step == 1 else 1.0, requires_grad=True)
+        x.register_hook(_raise if step == 1 else torch.clone)
+        with suppress(ArithmeticError), reducer.backward_window():
+            model(x).sum().backward()
+        if step != 1:
+            guard.check(step)
+        model.zero_grad()
+    return "finite"
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.ranks
+def test_an_aborted_backward_counts_for_nothing() -> None:
+    assert run_ranks(_look_in_an_aborted_backward) == ["finite"] * 2
+
+
+def _log_on_a_device_that_is_neither_cpu_nor_cuda() -> tuple[bool, float]:
+    logged = LoggedValues(torch.device("xpu"), lambda: 0)
+    with logged.entry("training_step", "loss"):
+        value = float(logged.reduce(torch.tensor(float(comm.rank())), "mean"))
+    return logged._device_group is logged._host_group, value
+
+
+@pytest.mark.ranks
+def test_values_of_any_device_and_of_the_host_have_groups_of_their_own() -> None:
+    assert run_ranks(_log_on_a_device_that_is_neither_cpu_nor_cuda) == [(False, 0.5)] * 2
 
 
 # ---------------------------------------------------------------------- what hooks make of replicas

@@ -408,8 +408,6 @@ class ModelRun:
             return
         self.closed = True
         self._early.close()
-        if self._nonfinite is not None:
-            self._nonfinite.close()
         if self._averaging is not None:
             self._averaging.close()
             self._loading.remove()

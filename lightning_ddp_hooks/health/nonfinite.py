@@ -20,10 +20,11 @@ class NonfiniteGuard:
 
     On the CPU one sum over each bucket is enough, since a bad gradient can be searched for at once. On other devices
     the bucket is overwritten before the host knows the sum, so each gradient's own sum is kept. ``group`` is a CPU
-    group.
+    group; ``order`` says in which order gradients become ready, if that is known.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
+        self.order: Sequence[str] = ()
         self._group = group
         self._seen: list[tuple[Sequence[str], Tensor]] = []
 
@@ -38,7 +39,7 @@ class NonfiniteGuard:
         self._keep([name], [gradient.coalesce().values() if gradient.is_sparse else gradient])
 
     def look_at_all(self, named: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Look at gradients that no bucket holds, in the order of the backward; None stands for one that is missing."""
+        """Look at gradients that no bucket holds; None stands for one that is missing."""
         dense: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, gradient in named:
             if gradient is not None and gradient.is_sparse:
@@ -66,6 +67,9 @@ class NonfiniteGuard:
         finite = torch.cat(sums).tolist() if sums else []
         names = [name for part, _ in seen for name in part]
         found = list(dict.fromkeys(name for name, flag in zip(names, finite, strict=True) if not flag))
+        if found and self.order:
+            places = {name: place for place, name in enumerate(self.order)}
+            found.sort(key=lambda name: places.get(name, len(places)))
         if not int(comm.reduce_in_place(torch.tensor([len(found)]), "sum", self._group)):
             return
         lines = []
@@ -77,8 +81,8 @@ class NonfiniteGuard:
             "Gradients come from the loss down: the parameter named is the first one that the backward reached."
         )
 
-    def close(self) -> None:
-        """Forget what was seen."""
+    def forget(self) -> None:
+        """Forget what was seen since the last check."""
         self._seen.clear()
 
 

@@ -507,6 +507,8 @@ class Reducer:
         self._engine.forget_use()
         self._trainable.forget_use()
         self._flights.forget()
+        if self.nonfinite is not None:
+            self.nonfinite.forget()
         if self.observer is not None:
             self.observer.backward_aborted()
 
@@ -527,6 +529,8 @@ class Reducer:
         if self._flights.by_engine and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
             self._flights.take_over()
         if engine.hold:
+            if self.nonfinite is not None:
+                self.nonfinite.order = [self.names[index] for index in engine.order()]
             if self._ends_steps:
                 self._meet(bytearray())
             verdict = self._exchange()

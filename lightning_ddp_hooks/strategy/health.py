@@ -171,9 +171,7 @@ class HealthStrategy(LogsStrategy):
             self._nonfinite = reducer.nonfinite = NonfiniteGuard(reducer.control_group)
 
     def _stop_nonfinite(self) -> None:
-        if self._nonfinite is not None:
-            self._nonfinite.close()
-            self._nonfinite = None
+        self._nonfinite = None
 
     def _look_at_gradients(self) -> None:
         """Look at gradients that are used without being reduced."""
