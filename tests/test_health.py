@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
-from lightning_ddp_hooks.reducer.reducer import Reducer
 
 HERE = Progress(3, 3, 1, 2, "bucket 0 ('a', 'b')")
 PERIOD = 0.05
@@ -381,30 +379,6 @@ def test_gradients_that_are_not_finite_are_told_by_all(
 ) -> None:
     for text in run_ranks(_told, look):
         assert f"in step 4, before any exchange: rank 1: the gradient of {found}. " in text
-
-
-def _look_in_an_aborted_backward() -> str:
-    model = torch.nn.Linear(2, 1)
-    reducer = Reducer(model)
-    reducer.nonfinite = guard = NonfiniteGuard(reducer.control_group)
-    for step in range(3):  # the first one is recorded, and sends no bucket before its end
-        x = torch.full((1, 2), float("inf") if step == 1 else 1.0, requires_grad=True)
-        x.register_hook(_raise if step == 1 else torch.clone)
-        with suppress(ArithmeticError), reducer.backward_window():
-            model(x).sum().backward()
-        if step != 1:
-            guard.check(step)
-        model.zero_grad()
-    return "finite"
-
-
-def _raise(gradient: Tensor) -> None:
-    raise ArithmeticError
-
-
-@pytest.mark.ranks
-def test_an_aborted_backward_counts_for_nothing() -> None:
-    assert run_ranks(_look_in_an_aborted_backward) == ["finite"] * 2
 
 
 def _log_on_a_device_that_is_neither_cpu_nor_cuda() -> tuple[bool, float]:
