@@ -126,6 +126,11 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def foreach_abs_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the sum of absolute values of each tensor, in ``dtype``, in one call."""
+    return list(torch._foreach_norm(list(tensors), 1, dtype=dtype))
+
+
 def is_uninitialized(parameter: Tensor) -> bool:
     """Tell whether a parameter belongs to a lazy module that has not seen its first input."""
     return isinstance(parameter, (UninitializedParameter, UninitializedBuffer))

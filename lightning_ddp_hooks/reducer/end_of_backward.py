@@ -147,6 +147,8 @@ class BackwardEnd:
     # ------------------------------------------------------------------ the three forms
 
     def _finish_recording(self, aborted: str | None) -> Outcome:
+        if self._in_flight.nonfinite is not None:
+            self._in_flight.nonfinite.order = [self._parameters.names[index] for index in self._manager.engine.order()]
         if self._ends_steps:
             self.meet(bytearray())
         reports = self._exchange(self._report(aborted))
@@ -234,7 +236,7 @@ class BackwardEnd:
         if outcome.resolution.relayout:
             self._pending = None  # what it says is of the parameters that were watched before
         elif self._set_changed:
-            for param in self._parameters.fresh():
+            for _, param in self._parameters.fresh():
                 param.grad = None  # on all ranks alike, until all of them know
         return outcome
 
@@ -339,6 +341,8 @@ class BackwardEnd:
         for index in self._manager.sparse:
             if index not in resolution.unused:
                 param = self._parameters.params[index]
+                if self._in_flight.nonfinite is not None and param.grad is not None:
+                    self._in_flight.nonfinite.look_at(self._parameters.names[index], param.grad)
                 param.grad = mean_sparse(param.grad, param, self._in_flight.divisor, self._group)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.engine import Engine, MeanEngine
-from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard, told_of_wait
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket, is_same_memory
 from lightning_ddp_hooks.reducer.stream import CommStream, DeferredRead, comm_stream
 
@@ -58,6 +58,7 @@ class InFlightBuckets:
         streams: Stream of each bucket.
         has_hook: Whether a hook reduces them in place of the plain mean.
         observer: Who is told of each step; None for nobody.
+        nonfinite: Looks at each bucket before it is launched; None for nothing.
         divisor: What sums over ranks are divided by.
         launched_by_engine: Whether the engine launches by itself what becomes full during the backward.
         postponed: Buckets that are full and are launched only at the end of the backward.
@@ -72,6 +73,7 @@ class InFlightBuckets:
         self.streams: list[CommStream] = []
         self.has_hook = False
         self.observer: BackwardObserver | None = None
+        self.nonfinite: GradientGuard | None = None
         self.divisor = float(comm.world_size(group))
         self.launched_by_engine = False
         self.postpones = False
@@ -105,7 +107,8 @@ class InFlightBuckets:
 
     def select_launch_path(self) -> None:
         """Let the engine launch the mean by itself, if it can and nobody else has to see the buckets."""
-        self.launched_by_engine = self.engine.launches_mean and not self.has_hook and self.observer is None
+        others_see = self.has_hook or self.observer is not None or self.nonfinite is not None
+        self.launched_by_engine = self.engine.launches_mean and not others_see
         if self.engine.launches_mean:
             cast("MeanEngine", self.engine).set_mean_group(self._group if self.launched_by_engine else None)
 
@@ -160,6 +163,8 @@ class InFlightBuckets:
         if unused:
             inside = zip(bucket.layout.indices, self._names[index], strict=True)
             view.unused = frozenset(name for i, name in inside if i in unused)
+        if self.nonfinite is not None:
+            self.nonfinite.look(view)
         if observer is not None:
             observer.bucket_full(view, 1.0 if self.queue.hook.takes_divided else 1.0 / self.divisor)
         with _compat.span("ldh::launch"), stream.after_compute():

@@ -120,10 +120,10 @@ class WatchedParameters:
         self._structure = Structure.of(watched)
         self.close()
 
-    def fresh(self) -> list[nn.Parameter]:
+    def fresh(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that require a gradient by now and are not watched."""
         known = {id(param) for param in self.params}
-        return [param for _, param in self.named() if param.requires_grad and id(param) not in known]
+        return [(name, param) for name, param in self.named() if param.requires_grad and id(param) not in known]
 
     def digest(self) -> str:
         """Return a short text that is the same on ranks that watch parameters of the same names and kinds."""

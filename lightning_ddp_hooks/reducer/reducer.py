@@ -25,7 +25,7 @@ from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.facts import bucket_facts
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
 from lightning_ddp_hooks.reducer.module_sync import Buffers, broadcast_tensors, check_same_on_all_ranks
-from lightning_ddp_hooks.reducer.observer import BackwardObserver
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters, check_parameters, claim, release, require_free
 from lightning_ddp_hooks.reducer.queue import BucketHook, CollectiveQueue
 from lightning_ddp_hooks.reducer.sparse import mean_sparse_or_dense
@@ -208,6 +208,20 @@ class Reducer:
             raise RuntimeError("An observer can be set only between two backwards.")
         self._in_flight.observer = observer
         # One may leave at any time, such as when an error has ended a backward, whose buckets stay what they are.
+        if not (self.detached or self._engine.active):
+            self._in_flight.select_launch_path()
+
+    @property
+    def nonfinite(self) -> GradientGuard | None:
+        """What looks at this rank's own gradients before they are sent; None by default.
+
+        With it buckets are launched from Python, also under the native engine.
+        """
+        return self._in_flight.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, guard: GradientGuard | None) -> None:
+        self._in_flight.nonfinite = guard
         if not (self.detached or self._engine.active):
             self._in_flight.select_launch_path()
 
@@ -461,6 +475,8 @@ class Reducer:
         if resolution.discard and not keeps_gradients:
             for param in self.params:
                 param.grad = None
+        if aborted is not None and self.nonfinite is not None:
+            self.nonfinite.forget()
         if self.observer is not None:
             (self.observer.backward_finished if aborted is None else self.observer.backward_aborted)()
         if outcome.error is not None:
@@ -473,9 +489,11 @@ class Reducer:
 
     def _reduce_unfrozen(self) -> None:
         """Reduce by itself, this once, what has been unfrozen and is not watched yet; the same on all ranks."""
-        for param in self._parameters.fresh():
+        for name, param in self._parameters.fresh():
             has = torch.tensor([int(param.grad is not None)], dtype=torch.int32)
             comm.all_reduce(has, self.control_group).wait()
+            if has and self.nonfinite is not None and param.grad is not None:
+                self.nonfinite.look_at(name, param.grad)
             if has:
                 sparse = self._manager.expects_sparse(param)
                 param.grad = mean_sparse_or_dense(param.grad, param, self.divisor, self.group, sparse=sparse)
@@ -502,6 +520,8 @@ class Reducer:
         self._engine.callback_queued = self._engine.aborted = False
         self.forget_use()
         self._in_flight.forget()
+        if self.nonfinite is not None:
+            self.nonfinite.forget()
         if self.observer is not None:
             self.observer.backward_aborted()
 
