@@ -26,11 +26,9 @@ from lightning_ddp_hooks.hooks import (
 )
 from lightning_ddp_hooks.hooks.compose import Schedule, Stage
 from lightning_ddp_hooks.optim import OptimizerInHook, PostLocalSGDOptimizer
-from lightning_ddp_hooks.optim.owners import Owners
-from lightning_ddp_hooks.optim.partition import partition
-from lightning_ddp_hooks.optim.probe import check_fit
-from lightning_ddp_hooks.optim.replicas import refuse_diverging
-from lightning_ddp_hooks.optim.subset import SubsetStep, replace_step
+from lightning_ddp_hooks.optim.partial_step import PartialStepper, replace_step
+from lightning_ddp_hooks.optim.separability import check_separable
+from lightning_ddp_hooks.optim.sharding import ShardAssignment, partition, refuse_diverging
 
 # ---------------------------------------------------------------------- partition
 
@@ -52,18 +50,18 @@ def test_a_partition_counts_what_ranks_carry_already() -> None:
 
 def test_owners_stay_and_bundles_stay_together() -> None:
     params = [torch.zeros(size) for size in (8, 4, 2, 1)]
-    owners = Owners(2, rank=1)
+    shards = ShardAssignment(2, rank=1)
 
-    fresh = owners.assign([params[:1], params[1:3]])
-    assert [owners.of(p) for p in params[:3]] == [0, 1, 1]
+    fresh = shards.assign([params[:1], params[1:3]])
+    assert [shards.owner(p) for p in params[:3]] == [0, 1, 1]
     assert all(one is other for one, other in zip(fresh, params[:3], strict=True))
-    assert not owners.knows(params[3])
-    assert [owners.owns(p) for p in params[:3]] == [False, True, True]
+    assert not shards.has(params[3])
+    assert [shards.is_own(p) for p in params[:3]] == [False, True, True]
 
-    assert owners.assign([params])[0] is params[3]
-    assert [owners.of(p) for p in params] == [0, 1, 1, 1]
-    assert Owners.everybody().assign([params]) == []
-    assert Owners.everybody().owns(params[0])
+    assert shards.assign([params])[0] is params[3]
+    assert [shards.owner(p) for p in params] == [0, 1, 1, 1]
+    assert ShardAssignment().assign([params]) == []
+    assert ShardAssignment().is_own(params[0])
 
 
 # ---------------------------------------------------------------------- steps in parts
@@ -73,17 +71,17 @@ def test_owners_stay_and_bundles_stay_together() -> None:
 def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
     whole, parts = make_model(), make_model()
     optimizer, other = OPTIMIZERS[name](groups_of(whole)), OPTIMIZERS[name](groups_of(parts))
-    subset = SubsetStep(other)
+    stepper = PartialStepper(other)
     for step in range(5):
         for model in (whole, parts):
             model.zero_grad()
             loss_of(model, step, rank=0).backward()
         optimizer.step()
-        subset.notice_groups()
+        stepper.notice_groups()
         params = list(parts.parameters())
         for first in range(0, 9, 3):
-            subset.run(params[first : first + 3], last=False)
-        subset.run(params[9:], last=True)
+            stepper.run(params[first : first + 3], last=False)
+        stepper.run(params[9:], last=True)
     assert_bitwise(values(parts), values(whole))
     for group, expected in zip(other.param_groups, optimizer.param_groups, strict=True):
         assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in expected.items() if k != "params"}
@@ -93,10 +91,10 @@ def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
 def test_an_error_in_a_part_leaves_the_groups_whole() -> None:
     optimizer = torch.optim.SGD(groups_of(make_model()), lr=0.1)
     before = [list(group["params"]) for group in optimizer.param_groups]
-    subset = SubsetStep(optimizer)
-    subset.notice_groups()
+    stepper = PartialStepper(optimizer)
+    stepper.notice_groups()
     with pytest.raises(TypeError):
-        subset.run(before[0][:1], last=False, arguments={"nonsense": 1})
+        stepper.run(before[0][:1], last=False, arguments={"nonsense": 1})
     after = [group["params"] for group in optimizer.param_groups]
     assert [list(map(id, part)) for part in after] == [list(map(id, part)) for part in before]
 
@@ -239,17 +237,17 @@ class WithEvaluation(_Each):
         pass
 
 
-def _fit(make: Callable[[Any], Optimizer], *, sharded: bool = True) -> SubsetStep:
+def _fit(make: Callable[[Any], Optimizer], *, sharded: bool = True) -> PartialStepper:
     optimizer = make(groups_of(make_model()))
     before = copy.deepcopy(optimizer.state_dict())
     random = torch.get_rng_state()
-    subset = SubsetStep(optimizer)
-    check_fit(optimizer, subset, sharded=sharded)
+    stepper = PartialStepper(optimizer)
+    check_separable(optimizer, stepper, sharded=sharded)
     assert torch.equal(torch.get_rng_state(), random)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert after["state"].keys() == before["state"].keys()
-    return subset
+    return stepper
 
 
 ADVANCING = {"lion": Lion, "counts": CountsSteps, "makes its counter": MakesItsCounter}
@@ -287,7 +285,7 @@ def test_a_warm_up_from_zero_and_muon_pass() -> None:
     _fit(lambda params: torch.optim.Adam(params, lr=0.0))
     model = make_model()
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    check_fit(optimizer, SubsetStep(optimizer), sharded=True)
+    check_separable(optimizer, PartialStepper(optimizer), sharded=True)
 
 
 CROSSING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
@@ -315,7 +313,7 @@ def test_a_wrapper_is_refused() -> None:
     wrapper = object.__new__(PostLocalSGDOptimizer)
     wrapper.optim = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.raises(ValueError, match="PostLocalSGDOptimizer wraps another optimizer"):
-        check_fit(wrapper, SubsetStep(wrapper), sharded=True)
+        check_separable(wrapper, PartialStepper(wrapper), sharded=True)
 
 
 # ---------------------------------------------------------------------- settings

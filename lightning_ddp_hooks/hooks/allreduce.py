@@ -108,6 +108,10 @@ class Noop(CommHook):
         """Need nothing."""
         return _BoundNoop()
 
+    def replicas_differ_from(self) -> int | None:
+        """Return the first step: each rank keeps its own gradients."""
+        return 0
+
 
 class _BoundNoop(BoundHook):
     name = "Noop"

@@ -141,6 +141,19 @@ class CommHook(ABC):
             ValueError: what the hook cannot take: a world size, a dtype, a group specification.
         """
 
+    def replicas_differ_from(self) -> int | None:
+        """Return the first step from which ranks may get different results; None if they never do.
+
+        By default 0 for a user's own hook: override it to return None if every rank gets the same result.
+        """
+        from lightning_ddp_hooks.hooks.registry import resolve_hook
+
+        inner = [resolve_hook(hook) for hook in self.inner_hooks()]
+        steps = [hook.replicas_differ_from() for hook in inner if hook is not None]
+        if not type(self).__module__.startswith("lightning_ddp_hooks."):
+            steps.append(0)
+        return min((step for step in steps if step is not None), default=None)
+
     def inner_hooks(self) -> Sequence[Any]:
         """Return the hooks that it is composed of, as they were declared: short names too.
 

@@ -59,6 +59,12 @@ class TorchHook(CommHook):
             raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
         require_types(self, flags=("one_at_a_time", "reads_divisor"))
 
+    def replicas_differ_from(self) -> int | None:
+        """Return 0 for functions that leave ranks apart, and for those of which nothing is known."""
+        known = (getattr(self.hook, "__module__", None) or "").startswith(("lightning_ddp_hooks.", "torch."))
+        local = hook_name(self.hook) in ("noop_hook", "post_local_sgd_hook", "post_localSGD_hook")
+        return 0 if local or not known else None
+
     def bind(self, context: BindContext) -> BoundHook:
         """Wrap the function; its state is its own."""
         module, name = getattr(self.hook, "__module__", "") or "", getattr(self.hook, "__name__", "")

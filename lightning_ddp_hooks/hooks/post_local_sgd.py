@@ -68,6 +68,10 @@ class PostLocalSGD(CommHook):
                 "subgroup_size and subgroups."
             )
 
+    def replicas_differ_from(self) -> int | None:
+        """Return the step from which on gradients are averaged over subgroups only."""
+        return self.start_local_sgd_iter
+
     def bind(self, context: BindContext) -> BoundHook:
         """Make the subgroups, on all ranks."""
         if not self.post_local_gradient_allreduce:

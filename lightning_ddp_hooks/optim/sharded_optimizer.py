@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
-from lightning_ddp_hooks.optim.exchange import ParameterExchange
-from lightning_ddp_hooks.optim.owners import Owners
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.optim.sharding import ShardAssignment
 from lightning_ddp_hooks.optim.state import StateDict
-from lightning_ddp_hooks.optim.step import ShardedStep
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
@@ -29,20 +28,20 @@ class ShardedOptimizer(Optimizer, Joinable):
     `step` does what is left to do, which is mostly nothing, and may be called or not.
 
     Args:
-        params: parameters or parameter groups, the same on all ranks.
-        optimizer_class: of the optimizer, such as ``torch.optim.AdamW``. Its update of a parameter may depend only on
-            that parameter, its state and its group's values.
-        process_group: the ranks; None for all.
-        overlap_with_ddp: whether a hook is to make the steps.
-        **defaults: for the optimizer.
+        params: Parameters or parameter groups, the same on all ranks.
+        optimizer_class: Class of the optimizer, such as ``torch.optim.AdamW``. Its update of a parameter may depend
+            only on that parameter, its state and its group's values.
+        process_group: Ranks that share the state; None for all.
+        overlap_with_ddp: Whether a hook is to make the steps.
+        **defaults: Settings of the optimizer.
 
     Attributes:
-        optim: the optimizer inside; it shares groups and state with this object.
+        optim: The optimizer inside; it shares groups and state with this object.
 
     Raises:
-        RuntimeError: no process group is initialised, or the ranks' parameters differ.
+        RuntimeError: No process group is initialised, or the ranks' parameters differ.
         TypeError: ``optimizer_class`` is not a class of optimizers.
-        ValueError: the optimizer cannot be sharded; names it.
+        ValueError: The optimizer cannot be sharded; names it.
 
     Example:
         >>> model = DataParallel(model)
@@ -85,11 +84,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         ]
         settings = {"optimizer_class": optimizer_class.__qualname__, "overlap_with_ddp": overlap_with_ddp}
         check_same_on_all_ranks(named, settings, self._control_group)
-        exchange = ParameterExchange(self.process_group)
-        self._exchange = exchange
-        self.sharded_step = ShardedStep(self.optim, Owners(exchange.world_size, exchange.rank), exchange)
+        self._group = comm.new_group(self.process_group)
+        shards = ShardAssignment(comm.world_size(self._group), comm.rank(self._group))
+        self.sharded_step = ShardedStep(self.optim, shards, self._group)
         if not overlap_with_ddp:
-            self.sharded_step.claim_all()
+            self.sharded_step.assign_all()
         self._consolidated: StateDict | None = None
         self._consolidated_at = -1
 
@@ -203,8 +202,9 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def close(self) -> None:
         """Free the process groups; the optimizer cannot be used after that."""
-        self._exchange.close()
-        comm.destroy_group(self._control_group)
+        self.sharded_step.close()
+        for group in (self._group, self._control_group):
+            comm.destroy_group(group)
 
 
 class _StepOn(JoinHook):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -199,7 +200,10 @@ class Flights:
             if not self._launched:
                 self.engine.finish()
                 return
-            self.queue.end_launches()
+            with ExitStack() as streams:  # what follows the backward runs behind all that it has queued
+                for stream in set(self._stream_of.values()) if self.custom else ():
+                    streams.enter_context(stream.after_compute())
+                self.queue.end_launches()
             for flight in self._launched:
                 bucket = flight.bucket
                 with self.streams[flight.index].context():

@@ -1,6 +1,6 @@
 """The one place that issues the collectives of buckets, in an order that is the same on all ranks.
 
-A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in bucket order, and a
+A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in bucket order; a
 *round* is all buckets of one backward (or of one exchange of an averager).
 
 [Note: order of collectives] Each communicator sees the same sequence on all ranks, whatever their timing:
@@ -9,16 +9,19 @@ A hook's generator yields requests (requests.py); the queue carries them out. Bu
     could hang, so there is only one.
   * **in lanes** (gloo: waiting blocks the host). The k-th collective of each bucket goes to the k-th lane, a process
     group of its own, in bucket order; so phases of different buckets overlap. A collective for which there is no lane
-    yet waits until all buckets are launched, and then goes in bucket order to the last lane; at the end of the round the
-    lanes that were missing are made, on all ranks alike. So a hook may yield any number of collectives.
+    yet goes to the last lane once nothing else can move: all buckets are launched, all have gone as far as they can
+    without it, and nothing is in flight. How far that is does not depend on timing, and so the order is the same on all
+    ranks. At the end of the round the lanes that were missing are made, on all ranks alike. So a hook may yield any
+    number of collectives.
 A status (status.py) travels with the last bucket's first collective, or right behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.requests import Phases, Request, Subgroup
 
 _MAX_LANES = 4
+_T = TypeVar("_T")
 
 
 class BucketHook(Protocol):
@@ -73,6 +77,7 @@ class CollectiveQueue:
 
     Attributes:
         hook: Hook that reduces the buckets.
+        at_once: Whether waiting only queues.
         all_launched: Whether all buckets of the round are launched.
     """
 
@@ -86,7 +91,7 @@ class CollectiveQueue:
     ) -> None:
         self.hook: BucketHook = PlainMean() if hook is None else hook
         self.group = group
-        self._at_once = at_once
+        self.at_once = at_once
         self._timeout = timeout
         self._lanes: dict[Subgroup | None, list[comm.ProcessGroup]] = {None: [group]}
         self._stages: dict[Subgroup | None, int] = {}
@@ -135,17 +140,16 @@ class CollectiveQueue:
 
     def advance(self) -> None:
         """Move every bucket on as far as it can go without waiting, and in order."""
-        progress = True
-        while progress:
-            progress = False
+        while True:
             earlier = _Earlier()
-            for in_flight in self._round:
+            for in_flight in self._round:  # one sweep will do: a bucket waits for earlier ones only
                 while not in_flight.finished and in_flight.may_go_on(earlier):
                     in_flight.go_on()
-                    progress = True
                 earlier.include(in_flight)
-            if not self.all_launched:
+            unfinished = [in_flight for in_flight in self._round if not in_flight.finished]
+            if not unfinished or not self.all_launched or any(in_flight.is_waiting for in_flight in unfinished):
                 return
+            unfinished[0].go_on()  # a collective without a lane
 
     def wait_for(self, in_flight: InFlightBucket) -> None:
         """Block until the bucket is done, moving others on meanwhile."""
@@ -155,8 +159,6 @@ class CollectiveQueue:
                 return
             blocked = next((other for other in self._round if other.is_waiting), None)
             if blocked is None:
-                if self.all_launched:
-                    raise RuntimeError(f"Communication hook {self.hook.name} waits for nothing: its order cannot hold.")
                 self.end_launches()  # nobody will launch more while this call waits
                 continue
             blocked.block()
@@ -164,7 +166,7 @@ class CollectiveQueue:
     def end_round(self) -> None:
         """Let go of the buckets, and make lanes that were missing; collective where some were."""
         self.forget()
-        if self._at_once:
+        if self.at_once:
             return
         for subgroup, stages in self._stages.items():
             lanes = self._lanes[subgroup]
@@ -187,12 +189,7 @@ class CollectiveQueue:
 
     def has_lane(self, subgroup: Subgroup | None, stage: int) -> bool:
         """Tell whether there is a lane for the collectives of a stage."""
-        return self._at_once or stage < len(self._lanes[subgroup])
-
-    def everybody_waits(self, for_whom: InFlightBucket, stage: int) -> bool:
-        """Tell whether no bucket behind this one will issue anything before ``stage`` unless this one goes on."""
-        behind = self._round[self._round.index(for_whom) + 1 :]
-        return self.all_launched and all(other.finished or other.stands_at(stage) for other in behind)
+        return stage < len(self._lanes[subgroup])
 
     def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> _Issued:
         """Issue the collectives of a request.
@@ -202,23 +199,12 @@ class CollectiveQueue:
             stage: Number of collectives that the bucket has issued before.
             storage: Memory of the bucket, whose tail a sum of the whole buffer takes along.
         """
-        if isinstance(request, requests.Wait):
-            handle = request.handle
-            return _Issued([handle], lambda: handle)
-        if isinstance(request, requests.Together):
-            parts = [self.issue(part, stage) for part in request.requests]
-            return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
-        group = self._group(request.subgroup, stage)  # type: ignore[attr-defined]
-        issued = _issue(request, group, storage)
-        if self._at_once:
-            for handle in issued.handles:
-                handle.wait()
-        return issued
+        return _issue(request, lambda subgroup: self._group(subgroup, stage), storage)
 
     def _group(self, subgroup: Subgroup | None, stage: int) -> comm.ProcessGroup:
         lanes = self._lanes[subgroup]
         self._stages[subgroup] = max(self._stages.get(subgroup, 0), stage + 1)
-        return lanes[0 if self._at_once else min(stage, len(lanes) - 1)]
+        return lanes[0 if self.at_once else min(stage, len(lanes) - 1)]
 
 
 class _Earlier:
@@ -281,32 +267,28 @@ class InFlightBucket:
         """Whether something that was issued for it has not been waited for."""
         return self._issued is not None
 
-    def stands_at(self, stage: int) -> bool:
-        """Tell whether it waits for its turn, or has issued as many collectives as ``stage``."""
-        return self._request is not None and (
-            isinstance(self._request, (requests.InOrder, requests.EndOfBackward)) or self.stages >= stage
-        )
-
     def may_go_on(self, earlier: _Earlier) -> bool:
         """Tell whether it can be moved on now without waiting, and in order."""
         if self._phases is None:
             return earlier.all_finished or not self._hook.one_at_a_time
         if self._issued is not None:
-            return all(is_done(handle) for handle in self._issued.handles)
+            return self._queue.at_once or all(is_done(handle) for handle in self._issued.handles)
         request = self._request
         if isinstance(request, requests.InOrder):
             return earlier.all_passed
         if isinstance(request, requests.EndOfBackward):
             return self._queue.all_launched
-        if request is None or isinstance(request, requests.Wait):
+        if self._queue.at_once or request is None or isinstance(request, requests.Wait):
             return True
-        lanes_there = all(self._queue.has_lane(part, self.stages) for part in _subgroups(request))
-        if lanes_there:
-            return earlier.stages > self.stages
-        return earlier.all_finished and self._queue.everybody_waits(self, self.stages)
+        return earlier.stages > self.stages and all(
+            self._queue.has_lane(part, self.stages) for part in _subgroups(request)
+        )
 
     def go_on(self) -> None:
         """Issue the request that is due, or resume the hook up to its next one."""
+        if self._issued is not None:
+            self.block()  # also what is done: waiting orders streams, and raises what has failed
+            return
         request = self._request
         if request is not None and not isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             self._request = None
@@ -357,6 +339,34 @@ class InFlightBucket:
         return self._bucket.buffer() if self._result is None else self._result
 
 
+def carry_out(phases: Generator[Request, Any, _T], group: comm.ProcessGroup) -> _T:
+    """Carry out requests where there is no queue: one after the other on one group, waiting for each.
+
+    Places in the order of buckets are passed at once.
+
+    Args:
+        phases: Generator of requests without subgroups.
+        group: Ranks that take part; the order of what is issued on it is up to the caller.
+
+    Returns:
+        What the generator returns.
+    """
+    result: Any = None
+    with torch.no_grad():
+        while True:
+            try:
+                request = _as_request(phases.send(result))
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            if isinstance(request, (requests.InOrder, requests.EndOfBackward)):
+                result = None
+                continue
+            issued = _issue(request, lambda subgroup: group)
+            for handle in issued.handles:
+                handle.wait()
+            result = issued.result()
+
+
 def _as_request(yielded: object) -> Request:
     # A handle, as hooks yielded them once.
     return yielded if isinstance(yielded, Request) else requests.Wait(yielded)  # type: ignore[arg-type]
@@ -371,7 +381,17 @@ def _subgroups(request: Request) -> Iterator[Subgroup | None]:
         yield getattr(request, "subgroup", None)
 
 
-def _issue(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> _Issued:
+def _issue(
+    request: Request, group_for: Callable[[Subgroup | None], comm.ProcessGroup], storage: Bucket | None = None
+) -> _Issued:
+    if isinstance(request, requests.Wait):
+        handle = request.handle
+        return _Issued([handle], lambda: handle)
+    if isinstance(request, requests.Together):
+        with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
+            parts = [_issue(part, group_for) for part in request.requests]
+        return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
+    group = group_for(request.subgroup)  # type: ignore[attr-defined]
     size = group.size()
     if isinstance(request, requests.AllReduce):
         tensor = request.tensor

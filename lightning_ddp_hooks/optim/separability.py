@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_hooks.optim.subset import SubsetStep, numbers_of, values_of
+from lightning_ddp_hooks.optim.partial_step import PartialStepper, numbers_of, values_of
 
 _STEPS = 6
 _GROUPS = 4  # of that many groups two parameters each are tried
@@ -39,16 +39,16 @@ _TAKES_A_CLOSURE = {"LBFGS", "SAM", "ASAM", "GSAM", "WSAM", "BSAM", "LookSAM"}
 _WRAPS = {"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer", "ShardedOptimizer", "SWALR", "AveragedModel"}
 
 
-def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> None:
+def check_separable(optimizer: Optimizer, stepper: PartialStepper, *, sharded: bool) -> None:
     """Make sure that an optimizer can be stepped in parts, and learn whether its groups change by stepping.
 
     Args:
-        optimizer: to be checked; it stays as it is.
-        subset: steps it in parts; is told whether the groups' values advance.
-        sharded: whether ranks are to hold parts of its state.
+        optimizer: Optimizer to be checked; it stays as it is.
+        stepper: Steps it in parts; its ``advances`` is set.
+        sharded: Whether ranks are to hold parts of its state.
 
     Raises:
-        ValueError: it needs a closure, its update of a parameter depends on other parameters, or it is not one
+        ValueError: It needs a closure, its update of a parameter depends on other parameters, or it is not one
             optimizer but a wrapper.
     """
     name = type(optimizer).__name__
@@ -69,7 +69,7 @@ def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> Non
     crosses = name in _CROSSES_PARAMETERS
     if not crosses:
         try:
-            crosses, subset.advances = _try_out(optimizer)
+            crosses, stepper.advances = _try_out(optimizer)
         except _NoTrialError:
             if not type(optimizer).__module__.startswith("torch."):
                 _say_untried(name)
@@ -121,18 +121,18 @@ def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
 
 
 def _all_at_once(clone: Optimizer, params: list[Tensor]) -> None:
-    subset = SubsetStep(clone)
-    subset.notice_groups()
-    subset.run(params, last=True)
+    stepper = PartialStepper(clone)
+    stepper.notice_groups()
+    stepper.run(params, last=True)
 
 
 def _one_by_one(clone: Optimizer, params: list[Tensor], *, advances: bool) -> None:
-    subset = SubsetStep(clone)
-    subset.advances = advances
-    subset.notice_groups()
+    stepper = PartialStepper(clone)
+    stepper.advances = advances
+    stepper.notice_groups()
     for param in params:
-        subset.run([param], last=False)
-    subset.run([], last=True)
+        stepper.run([param], last=False)
+    stepper.run([], last=True)
 
 
 class _Trial:

@@ -10,7 +10,7 @@ have no owner yet. So the sum of both is a whole step whatever happened before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,47 +18,48 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.optim.exchange import ParameterExchange, ParametersInFlight
-from lightning_ddp_hooks.optim.owners import Owners
-from lightning_ddp_hooks.optim.probe import check_fit
+from lightning_ddp_hooks.optim.partial_step import PartialStepper
+from lightning_ddp_hooks.optim.separability import check_separable
+from lightning_ddp_hooks.optim.sharding import ParameterExchange, ShardAssignment
 from lightning_ddp_hooks.optim.state import StateDict, gathered_state, part_of
-from lightning_ddp_hooks.optim.subset import SubsetStep
-
-Bundles = Callable[[], Sequence[Sequence[Tensor]]]
+from lightning_ddp_hooks.reducer.queue import carry_out
+from lightning_ddp_hooks.reducer.requests import Request
 
 
 class ShardedStep:
     """An optimizer of which each rank steps the parameters that it owns, and sends them to the others.
 
     Args:
-        optimizer: the ranks have the same one.
-        owners: who owns what; with `Owners.everybody` each rank steps all parameters and nothing is sent.
-        exchange: sends parameters; None if nothing is to be sent.
-        bundles: returns parameters that are better owned by one rank, such as those of a bucket.
+        optimizer: The same one on all ranks.
+        shards: Owners of the parameters; other optimizers may have the same.
+        group: Ranks that share it, on which `rest` exchanges parameters; None if each rank steps all of them.
+        bundles: Returns parameters that are better owned by one rank, such as those of a bucket.
 
     Attributes:
-        begun: whether a step in parts has begun and not ended.
-        version: changes with each step.
+        begun: Whether a step in parts has begun and not ended.
+        version: Number that changes with each step.
 
     Raises:
-        ValueError: the optimizer cannot be stepped in parts; names it.
+        ValueError: The optimizer cannot be stepped in parts; names it.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        owners: Owners,
-        exchange: ParameterExchange | None,
-        bundles: Bundles = tuple,
+        shards: ShardAssignment,
+        group: comm.ProcessGroup | None,
+        bundles: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
     ) -> None:
         self.optimizer = optimizer
-        self.owners = owners
         self.begun = False
         self.version = 0
         self.bundles = bundles
-        self._exchange = exchange
-        self._subset = SubsetStep(optimizer)
-        check_fit(optimizer, self._subset, sharded=exchange is not None)
+        self._group = group
+        self._sharded = group is not None
+        self._shards = shards
+        self._exchange = ParameterExchange(shards)
+        self._stepper = PartialStepper(optimizer)
+        check_separable(optimizer, self._stepper, sharded=self._sharded)
         self._done: set[Tensor] = set()
         self._undo: list[_Before] | None = None
         self._unclaimed: StateDict | None = None
@@ -71,47 +72,41 @@ class ShardedStep:
     # ------------------------------------------------------------------ a step in parts
 
     def begin(self, *, tentative: bool = False) -> None:
-        """Begin a step in parts.
-
-        Args:
-            tentative: keep what is needed to take it back, since it may turn out that no rank had a loss.
-        """
-        self._subset.notice_groups()
+        """Begin a step in parts; a tentative one can be rolled back, since it may turn out that no rank had a loss."""
+        self._stepper.notice_groups()
         self.begun = True
         self.version += 1
         self._done.clear()
         self._undo = [] if tentative else None
 
-    def claim(self, params: Sequence[Tensor], *, apart: bool) -> None:
-        """Give an owner to those parameters of a bucket that have none; the same call on all ranks.
-
-        Args:
-            params: of the bucket.
-            apart: whether they may have different ones.
-        """
-        own = [param for param in params if self._subset.has(param)]
+    def assign(self, params: Sequence[Tensor], *, apart: bool) -> None:
+        """Give an owner to those parameters of a bucket that have none, maybe different ones; alike on all ranks."""
+        own = [param for param in params if self._stepper.has(param)]
         self._assign([[param] for param in own] if apart else self._fit([own]))
 
-    def claim_all(self) -> None:
+    def assign_all(self) -> None:
         """Give an owner to each parameter that has none."""
-        self._subset.notice_groups()
-        self._assign(None)
+        self._stepper.notice_groups()
+        if all(map(self._shards.has, self.params())):
+            return
+        together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
+        self._assign([*self._fit(together), *([param] for param in self.params())])
 
     def early(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Step some parameters now, those that this rank owns.
 
         Args:
-            params: of a bucket; those that the optimizer does not have, or that nobody owns yet, are passed over.
-            gradients: reduced.
+            params: Parameters of a bucket; those that are not the optimizer's, or have no owner yet, are passed over.
+            gradients: Their reduced gradients.
 
         Returns:
             The parameters that were stepped, by this rank or by another.
         """
         stepped, own = [], []
         for param, gradient in zip(params, gradients, strict=True):
-            if self._subset.has(param) and self.owners.knows(param):
+            if self._stepper.has(param) and self._shards.has(param):
                 stepped.append(param)
-                if self.owners.owns(param):
+                if self._shards.is_own(param):
                     own.append((param, gradient))
         self._done.update(stepped)
         if self._undo is not None:
@@ -120,25 +115,22 @@ class ShardedStep:
         for param, gradient in own:
             param.grad = gradient
         try:
-            self._subset.run([param for param, _ in own], last=False)
+            self._stepper.run([param for param, _ in own], last=False)
         finally:
             for (param, _), gradient_before in zip(own, before, strict=True):
                 param.grad = gradient_before
         return stepped
 
-    def send(self, params: Sequence[Tensor], key: int) -> ParametersInFlight | None:
-        """Begin to send parameters from their owners to all; None if nothing is to be sent."""
-        if self._exchange is None or self._exchange.world_size == 1 or not params:
-            return None
-        return self._exchange.start(params, self.owners.of, key)
+    def send(self, params: Sequence[Tensor], key: int) -> Generator[Request, Any, None]:
+        """Request what brings parameters from their owners to all ranks; nothing where each rank steps them all."""
+        if self._shards.world_size > 1:
+            yield from self._exchange.send(params, key)
 
     def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""
         for before in self._undo or ():
             before.restore()
-        self._undo = None
-        self.begun = False
-        self._done.clear()
+        self._end()
 
     # ------------------------------------------------------------------ the rest, or all at once
 
@@ -151,53 +143,53 @@ class ShardedStep:
         """Step what has a gradient and was not stepped early; the end of a step.
 
         Args:
-            arguments: for the optimizer's ``step``.
+            arguments: Keyword arguments of the optimizer's ``step``.
         """
         left = self.left()
-        self.claim_all()
+        self.assign_all()
         self.version += 1
-        own = [param for param in left if self.owners.owns(param)]
-        self._subset.run(own, last=True, arguments=arguments)
-        sent = self.send(left, key=-1)
-        if sent is not None:
-            sent.wait()
+        self._stepper.run(filter(self._shards.is_own, left), last=True, arguments=arguments)
+        if self._group is not None:
+            carry_out(self.send(left, key=-1), self._group)
+        self._end()
+
+    def _end(self) -> None:
         self.begun = False
         self._done.clear()
         self._undo = None
 
-    def _assign(self, bundles: Sequence[Sequence[Tensor]] | None) -> None:
-        """Give owners to parameters that have none: of some bundles, or (None) to all."""
-        if self._exchange is None or (bundles is None and all(map(self.owners.knows, self.params()))):
-            return
-        if bundles is None:
-            together = [[param for param in bundle if self._subset.has(param)] for bundle in self.bundles()]
-            bundles = [*self._fit(together), *([param] for param in self.params())]
-        fresh = self.owners.assign(bundles)
+    def _assign(self, bundles: Sequence[Sequence[Tensor]]) -> None:
+        fresh = self._shards.assign(bundles)
         for param in fresh:
-            if not self.owners.owns(param):  # some optimizers make their state when they are made
+            if not self._shards.is_own(param):  # some optimizers make their state when they are made
                 self.optimizer.state.pop(param, None)
         if self._unclaimed is not None and fresh:
-            self._take_up(self._unclaimed)
+            self._load_unclaimed(self._unclaimed)
 
     def _fit(self, bundles: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
         """Take those bundles apart that are larger than a rank's share of the whole."""
-        share = sum(param.numel() for param in self.params()) / self.owners.world_size
+        share = sum(param.numel() for param in self.params()) / self._shards.world_size
         fitting: list[Sequence[Tensor]] = []
         for bundle in bundles:
             too_large = sum(param.numel() for param in bundle) > share
             fitting += [[param] for param in bundle] if too_large else [bundle]
         return fitting
 
+    def close(self) -> None:
+        """Let go of the group and of memory for sending; `state_dict` and `load_state_dict` work on."""
+        self._group = None
+        self._exchange = ParameterExchange(self._shards)
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self, control_group: comm.ProcessGroup, to: int = 0) -> StateDict:
         """Return the state in the plain form, whole on rank ``to``; collective, see `gathered_state`."""
-        if self._exchange is None:
+        if not self._sharded:
             return self.optimizer.state_dict()
         first = comm.rank(control_group) == 0
         whole = gathered_state(
             self.optimizer,
-            lambda param: self.owners.owns(param) if self.owners.knows(param) else first,
+            lambda param: self._shards.is_own(param) if self._shards.has(param) else first,
             control_group,
             to,
         )
@@ -210,29 +202,28 @@ class ShardedStep:
 
         State of parameters that have no owner yet is kept as it is given until they have one.
         """
-        if self._exchange is None:
+        if not self._sharded:
             self.optimizer.load_state_dict(dict(plain))
         else:
-            own = part_of(plain, self.optimizer, self._is_own)
+            own = part_of(plain, self.optimizer, self._shards.is_own)
             self.optimizer.load_state_dict({**plain, "state": own})
-            left = part_of(plain, self.optimizer, lambda param: not self.owners.knows(param))
-            self._unclaimed = {**plain, "state": left} if left else None
-        self._subset.notice_groups()
+            self._keep_unclaimed(plain)
+        self._stepper.notice_groups()
 
-    def _take_up(self, unclaimed: StateDict) -> None:
+    def _load_unclaimed(self, unclaimed: StateDict) -> None:
         """Load what was loaded before its parameters had owners."""
         now = self.optimizer.state_dict()
-        found = part_of(unclaimed, self.optimizer, self._is_own)
+        found = part_of(unclaimed, self.optimizer, self._shards.is_own)
         self.optimizer.load_state_dict({**now, "state": {**found, **now["state"]}})
-        left = part_of(unclaimed, self.optimizer, lambda param: not self.owners.knows(param))
-        self._unclaimed = {**unclaimed, "state": left} if any(isinstance(key, int) for key in left) else None
+        self._keep_unclaimed(unclaimed)
 
-    def _is_own(self, param: Tensor) -> bool:
-        return self.owners.knows(param) and self.owners.owns(param)
+    def _keep_unclaimed(self, plain: Mapping[str, Any]) -> None:
+        left = part_of(plain, self.optimizer, lambda param: not self._shards.has(param))
+        self._unclaimed = {**plain, "state": left} if any(isinstance(key, int) for key in left) else None
 
 
 class _Before:
-    """A parameter and its state before a step that may be taken back."""
+    """A parameter and its state before a step that may be rolled back."""
 
     def __init__(self, optimizer: Optimizer, param: Tensor) -> None:
         self._optimizer = optimizer
