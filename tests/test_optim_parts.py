@@ -1,6 +1,7 @@
 """The parts of a sharded optimizer, each alone: partition, owners, steps in parts, the trial, settings."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +22,16 @@ from lightning_ddp_hooks.hooks import (
     PowerSGD,
     Rule,
     TorchHook,
+    fp16_compress_hook,
     noop_hook,
     post_local_sgd_hook,
 )
 from lightning_ddp_hooks.hooks.compose import Schedule, Stage
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.optim import OptimizerInHook, PostLocalSGDOptimizer
 from lightning_ddp_hooks.optim.partial_step import PartialStepper, replace_step
 from lightning_ddp_hooks.optim.separability import check_separable
-from lightning_ddp_hooks.optim.sharding import ShardAssignment, partition, refuse_diverging
+from lightning_ddp_hooks.optim.sharding import ShardAssignment, diverging_part, partition, refuse_diverging
 
 # ---------------------------------------------------------------------- partition
 
@@ -237,8 +240,10 @@ class WithEvaluation(_Each):
         pass
 
 
-def _fit(make: Callable[[Any], Optimizer], *, sharded: bool = True) -> PartialStepper:
-    optimizer = make(groups_of(make_model()))
+def _fit(
+    make: Callable[[Any], Optimizer], *, sharded: bool = True, dtype: torch.dtype = torch.float32
+) -> PartialStepper:
+    optimizer = make(groups_of(make_model(dtype)))
     before = copy.deepcopy(optimizer.state_dict())
     random = torch.get_rng_state()
     stepper = PartialStepper(optimizer)
@@ -250,19 +255,48 @@ def _fit(make: Callable[[Any], Optimizer], *, sharded: bool = True) -> PartialSt
     return stepper
 
 
+def _of_torch() -> dict[str, tuple[type[Optimizer], dict[str, Any]]]:
+    """Return torch's optimizers, each plain and in the other forms that it has."""
+    made = {}
+    for name, cls in vars(torch.optim).items():
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and name not in ("Optimizer", "LBFGS", "SparseAdam"):
+            made[name] = (cls, {})
+            for form in ("foreach", "fused"):
+                if form in inspect.signature(cls).parameters:
+                    made[f"{name} {form}"] = (cls, {form: True})
+    return made
+
+
+OF_TORCH = _of_torch()
 ADVANCING = {"lion": Lion, "counts": CountsSteps, "makes its counter": MakesItsCounter}
-TORCH = {
-    name: (lambda params, cls=cls: cls(params, lr=0.01))
-    for name, cls in vars(torch.optim).items()
-    if isinstance(cls, type)
-    and issubclass(cls, Optimizer)
-    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
-}
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_torchs_optimizers_pass(name: str) -> None:
-    assert _fit(TORCH[name]).advances is False
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_torchs_optimizers_pass(name: str, dtype: torch.dtype) -> None:
+    cls, settings = OF_TORCH[name]
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        if name == "Muon":  # for matrices only
+            groups = groups[:1]
+        return cls(groups, lr=0.01, **settings)  # type: ignore[call-arg]
+
+    assert _fit(make, dtype=dtype).advances is False
+
+
+class CountsFused(torch.optim.SGD):
+    """A user's subclass that counts its steps, as any may."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        super().step()
+
+
+def test_a_fused_optimizers_own_values_still_advance() -> None:
+    assert _fit(lambda params: CountsFused(params, lr=0.01, fused=True)).advances
 
 
 @pytest.mark.parametrize("make", [Noisy, Uncopyable], ids=lambda make: make.__name__)
@@ -280,12 +314,8 @@ def test_the_trial_notices_values_that_advance(name: str) -> None:
     assert _fit(ADVANCING[name]).advances
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of a newer torch")
-def test_a_warm_up_from_zero_and_muon_pass() -> None:
+def test_a_warm_up_from_zero_passes() -> None:
     _fit(lambda params: torch.optim.Adam(params, lr=0.0))
-    model = make_model()
-    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    check_separable(optimizer, PartialStepper(optimizer), sharded=True)
 
 
 CROSSING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
@@ -351,5 +381,51 @@ def test_hooks_that_leave_ranks_apart_are_refused(name: str) -> None:
 
 
 def test_other_hooks_are_not() -> None:
-    for hook in (None, PowerSGD(rank=1), Cast(BlockQuantize(), "float16"), Schedule([Stage(0, "bf16")])):
+    simple = TorchHook(hook=fp16_compress_hook)
+    for hook in (None, PowerSGD(rank=1), Cast(BlockQuantize(), "float16"), Schedule([Stage(0, "bf16")]), simple):
         refuse_diverging(hook)
+
+
+class Local(CommHook):
+    """A user's own hook that leaves each rank its gradients."""
+
+    def bind(self, context: BindContext) -> BoundHook:
+        raise NotImplementedError
+
+
+class Says(Local):
+    def replicas_differ_from(self) -> int | None:
+        return None
+
+
+class SaysOfAFunction(TorchHook):
+    def replicas_differ_from(self) -> int | None:
+        return None
+
+
+def own_function(state: Any, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+@pytest.mark.parametrize("hook", [Local(), Cast(Local(), "float16")], ids=["alone", "inside another"])
+def test_a_users_own_hook_must_say_that_ranks_get_the_same(hook: CommHook) -> None:
+    with pytest.raises(
+        ValueError, match=r"hook Local may leave .* override `replicas_differ_from` in its class to ret"
+    ):
+        refuse_diverging(hook)
+
+
+def test_so_must_a_users_own_function() -> None:
+    with pytest.raises(ValueError, match=r"hook own_function may leave ranks .* in a subclass of TorchHook for it"):
+        refuse_diverging(TorchHook(hook=own_function))
+
+
+@pytest.mark.parametrize("hook", [Says(), Cast(Says(), "float16"), SaysOfAFunction(hook=own_function)], ids=str)
+def test_a_users_own_hook_that_says_so_is_taken(hook: CommHook) -> None:
+    refuse_diverging(hook)
+    assert diverging_part(hook) is None
+
+
+def test_of_a_hook_that_says_nothing_it_is_not_claimed_that_ranks_differ() -> None:
+    assert diverging_part(Local()) is diverging_part(TorchHook(hook=own_function)) is None
+    assert diverging_part(Cast(Noop(), "float16")) == "Noop"
