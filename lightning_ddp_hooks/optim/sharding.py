@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
-from lightning_ddp_hooks.hooks.parts import parts_of
+from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.hooks.workspace import Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.reducer import Reducer
@@ -150,21 +150,20 @@ def bucket_bundles(reducer: Reducer) -> Sequence[Sequence[Tensor]]:
 
 def diverging_part(hook: CommHook | None) -> str | None:
     """Name a hook, or a part of it, that says that ranks may get different gradients from it; None without one."""
-    part = _diverging(hook, unknown=False)
-    return None if part is None else _name(part)
+    return next((_name(part) for part in _diverging_parts(hook) if _says_so(part)), None)
 
 
 def sharding_problem(hook: CommHook | None) -> str | None:
     """Say why a sharded optimizer does not go with a hook; None if it does."""
-    part = _diverging(hook, unknown=True)
+    part = next(iter(_diverging_parts(hook)), None)
     if part is None:
         return None
     text = (
-        f"Communication hook {_name(part)} {'leaves' if _says(part) else 'may leave'} ranks with different gradients, "
-        "but a sharded optimizer steps each parameter on one rank for all: use `OptimizerInHook(shard=False)`, or "
-        "another hook."
+        f"Communication hook {_name(part)} {'leaves' if _says_so(part) else 'may leave'} ranks with different "
+        "gradients, but a sharded optimizer steps each parameter on one rank for all: use "
+        "`OptimizerInHook(shard=False)`, or another hook."
     )
-    if _says(part):
+    if _says_so(part):
         return text
     where = "a subclass of TorchHook for it" if isinstance(part, TorchHook) else "its class"
     return f"{text} If every rank gets the same result, override `replicas_differ_from` in {where} to return None."
@@ -180,16 +179,15 @@ def refuse_diverging(hook: CommHook | None) -> None:
         raise ValueError(text)
 
 
-def _diverging(hook: CommHook | None, unknown: bool) -> CommHook | None:
-    """Return the innermost part from which ranks may get different results."""
+def _diverging_parts(hook: CommHook | None) -> list[CommHook]:
+    """Return the innermost parts from which ranks may get different results."""
     if hook is None or hook.replicas_differ_from() is None:
-        return None
-    found = [part for part in parts_of(hook) if part.replicas_differ_from() is not None and (unknown or _says(part))]
-    return found[-1] if found else None
+        return []
+    return [part for inner in hook.inner_hooks() for part in _diverging_parts(resolve_hook(inner))] or [hook]
 
 
-def _says(part: CommHook) -> bool:
-    """Tell whether a hook knows that it leaves ranks with different gradients, and does not only not deny it."""
+def _says_so(part: CommHook) -> bool:
+    """Tell whether a hook is known to leave ranks with different gradients, and does not only not deny it."""
     if type(part) is TorchHook:
         return (getattr(part.hook, "__module__", None) or "").startswith(("lightning_ddp_hooks.", "torch."))
     return type(part).replicas_differ_from is not CommHook.replicas_differ_from

@@ -1,7 +1,7 @@
 """The one place that issues the collectives of buckets, in an order that is the same on all ranks.
 
-A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in bucket order; a
-*round* is all buckets of one backward (or of one exchange of an averager).
+A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in the same order on
+all ranks, and a *round* is all buckets of one backward (or of one exchange of an averager).
 
 [Note: order of collectives] Each communicator sees the same sequence on all ranks, whatever their timing:
   * **at once** (backends ordered by streams, such as NCCL: waiting only queues). A bucket runs through all its
@@ -9,19 +9,18 @@ A hook's generator yields requests (requests.py); the queue carries them out. Bu
     could hang, so there is only one.
   * **in lanes** (gloo: waiting blocks the host). The k-th collective of each bucket goes to the k-th lane, a process
     group of its own, in bucket order; so phases of different buckets overlap. A collective for which there is no lane
-    yet goes to the last lane once nothing else can move: all buckets are launched, all have gone as far as they can
-    without it, and nothing is in flight. How far that is does not depend on timing, and so the order is the same on all
-    ranks. At the end of the round the lanes that were missing are made, on all ranks alike. So a hook may yield any
-    number of collectives.
+    yet waits until its bucket is the first one left and no other can go on without it, which is a state that does not
+    depend on timing; then it goes to the last lane. At the end of the round the lanes that were missing are made, on
+    all ranks alike. So a hook may yield any number of collectives.
 A status (status.py) travels with the last bucket's first collective, or right behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.requests import Phases, Request, Subgroup
 
 _MAX_LANES = 4
-_T = TypeVar("_T")
 
 
 class BucketHook(Protocol):
@@ -124,7 +122,7 @@ class CollectiveQueue:
             bucket: Bucket as the hook sees it.
             storage: Memory of the bucket; None if it has no place for a status.
         """
-        if self.all_launched or (self._round and bucket.index() <= self._round[-1].index):
+        if self.all_launched or any(other.index == bucket.index() for other in self._round):
             self.forget()  # of an earlier backward
         if self.hook.takes_divided:
             bucket.divisor = 1.0
@@ -140,16 +138,17 @@ class CollectiveQueue:
 
     def advance(self) -> None:
         """Move every bucket on as far as it can go without waiting, and in order."""
-        while True:
+        progress = True
+        while progress:
+            progress = False
             earlier = _Earlier()
-            for in_flight in self._round:  # one sweep will do: a bucket waits for earlier ones only
+            for in_flight in self._round:
                 while not in_flight.finished and in_flight.may_go_on(earlier):
                     in_flight.go_on()
+                    progress = True
                 earlier.include(in_flight)
-            unfinished = [in_flight for in_flight in self._round if not in_flight.finished]
-            if not unfinished or not self.all_launched or any(in_flight.is_waiting for in_flight in unfinished):
+            if not self.all_launched:
                 return
-            unfinished[0].go_on()  # a collective without a lane
 
     def wait_for(self, in_flight: InFlightBucket) -> None:
         """Block until the bucket is done, moving others on meanwhile."""
@@ -159,6 +158,8 @@ class CollectiveQueue:
                 return
             blocked = next((other for other in self._round if other.is_waiting), None)
             if blocked is None:
+                if self.all_launched:
+                    raise RuntimeError(f"Communication hook {self.hook.name} waits for nothing: its order cannot hold.")
                 self.end_launches()  # nobody will launch more while this call waits
                 continue
             blocked.block()
@@ -168,9 +169,8 @@ class CollectiveQueue:
         self.forget()
         if self.at_once:
             return
-        for subgroup, stages in self._stages.items():
-            lanes = self._lanes[subgroup]
-            while len(lanes) < min(stages, _MAX_LANES):
+        for subgroup, lanes in self._lanes.items():  # in an order that is the same on all ranks
+            while len(lanes) < min(self._stages.get(subgroup, 0), _MAX_LANES):
                 lanes.append(comm.new_group(lanes[0], timeout=self._timeout))
                 self._made.append(lanes[-1])
 
@@ -189,7 +189,16 @@ class CollectiveQueue:
 
     def has_lane(self, subgroup: Subgroup | None, stage: int) -> bool:
         """Tell whether there is a lane for the collectives of a stage."""
-        return stage < len(self._lanes[subgroup])
+        return self.at_once or stage < len(self._lanes[subgroup])
+
+    def all_wait_for(self, first: InFlightBucket) -> bool:
+        """Tell whether nothing can happen in the round unless ``first``, the first bucket left, goes on."""
+        earlier = _Earlier()
+        for other in self._round:
+            if other is not first and not other.finished and (other.is_waiting or other.may_go_on(earlier)):
+                return False
+            earlier.include(other)
+        return self.all_launched
 
     def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> _Issued:
         """Issue the collectives of a request.
@@ -199,7 +208,16 @@ class CollectiveQueue:
             stage: Number of collectives that the bucket has issued before.
             storage: Memory of the bucket, whose tail a sum of the whole buffer takes along.
         """
-        return _issue(request, lambda subgroup: self._group(subgroup, stage), storage)
+        if isinstance(request, requests.Wait):
+            handle = request.handle
+            return _Issued([handle], lambda: handle)
+        if isinstance(request, requests.Together):
+            with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
+                parts = [self.issue(part, stage) for part in request.requests]
+            return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
+        if isinstance(request, (requests.InOrder, requests.EndOfBackward)):
+            raise TypeError(f"Expected collectives and Wait in Together, got {type(request).__name__}.")
+        return _issue(request, self._group(request.subgroup, stage), storage)  # type: ignore[attr-defined]
 
     def _group(self, subgroup: Subgroup | None, stage: int) -> comm.ProcessGroup:
         lanes = self._lanes[subgroup]
@@ -272,17 +290,18 @@ class InFlightBucket:
         if self._phases is None:
             return earlier.all_finished or not self._hook.one_at_a_time
         if self._issued is not None:
-            return self._queue.at_once or all(is_done(handle) for handle in self._issued.handles)
+            return all(is_done(handle) for handle in self._issued.handles)
         request = self._request
         if isinstance(request, requests.InOrder):
             return earlier.all_passed
         if isinstance(request, requests.EndOfBackward):
             return self._queue.all_launched
-        if self._queue.at_once or request is None or isinstance(request, requests.Wait):
+        if request is None or isinstance(request, requests.Wait):
             return True
-        return earlier.stages > self.stages and all(
-            self._queue.has_lane(part, self.stages) for part in _subgroups(request)
-        )
+        lanes_there = all(self._queue.has_lane(part, self.stages) for part in _subgroups(request))
+        if lanes_there:
+            return earlier.stages > self.stages
+        return earlier.all_finished and self._queue.all_wait_for(self)
 
     def go_on(self) -> None:
         """Issue the request that is due, or resume the hook up to its next one."""
@@ -293,11 +312,13 @@ class InFlightBucket:
         if request is not None and not isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             self._request = None
             with torch.no_grad(), comm.counted_in(self._total):
-                self._issued = self._queue.issue(request, self.stages, self._storage)
+                self._issued = self._queue.issue(request, self.stages, self._storage if self.stages == 0 else None)
             if not isinstance(request, requests.Wait):
                 self.stages += 1
             if self.on_collective is not None and self.collective is not None:
                 self.on_collective(self.collective)
+            if self._queue.at_once:  # whether a device is done yet must not decide what comes next
+                self.block()
             return
         self.passed_turn |= isinstance(request, requests.InOrder)
         self._request = None
@@ -322,9 +343,10 @@ class InFlightBucket:
             try:
                 if self._phases is None:
                     self._phases = phases_of(self._hook, self._bucket)
-                    self._request = _as_request(next(self._phases))
+                    self._request = _check_request(self._hook, next(self._phases))
                 else:
-                    self._request = _as_request(self._phases.send(None if issued is None else issued.result()))
+                    yielded = self._phases.send(None if issued is None else issued.result())
+                    self._request = _check_request(self._hook, yielded)
             except StopIteration as end:
                 if end.value is not None:
                     self._result = check_result(self._hook.name, self._bucket, end.value)
@@ -339,37 +361,31 @@ class InFlightBucket:
         return self._bucket.buffer() if self._result is None else self._result
 
 
-def carry_out(phases: Generator[Request, Any, _T], group: comm.ProcessGroup) -> _T:
-    """Carry out requests where there is no queue: one after the other on one group, waiting for each.
-
-    Places in the order of buckets are passed at once.
+def carry_out(phases: Generator[Request, Any, None], group: comm.ProcessGroup) -> None:
+    """Carry out requests outside of a backward: one after the other on one group, waiting for each.
 
     Args:
         phases: Generator of requests without subgroups.
         group: Ranks that take part; the order of what is issued on it is up to the caller.
-
-    Returns:
-        What the generator returns.
     """
-    result: Any = None
-    with torch.no_grad():
+    queue, result = CollectiveQueue(group, at_once=True), None
+    with torch.no_grad(), suppress(StopIteration):
         while True:
-            try:
-                request = _as_request(phases.send(result))
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            if isinstance(request, (requests.InOrder, requests.EndOfBackward)):
-                result = None
-                continue
-            issued = _issue(request, lambda subgroup: group)
+            issued = queue.issue(phases.send(result), 0)
             for handle in issued.handles:
                 handle.wait()
             result = issued.result()
 
 
-def _as_request(yielded: object) -> Request:
-    # A handle, as hooks yielded them once.
-    return yielded if isinstance(yielded, Request) else requests.Wait(yielded)  # type: ignore[arg-type]
+def _check_request(hook: BucketHook, yielded: object) -> Request:
+    if isinstance(yielded, Request):
+        return yielded
+    raise TypeError(
+        f"Communication hook {hook.name} yielded a {type(yielded).__name__}; expected a request for a collective, on "
+        "every rank alike, such as `total = yield requests.AllReduce(tensor)` (also AllToAll, AllGather, "
+        "ReduceScatter, Broadcast, Together; `from lightning_ddp_hooks.hooks import requests`). A hook does not issue "
+        "collectives itself; for another handle that can be waited for there is `yield requests.Wait(handle)`."
+    )
 
 
 def _subgroups(request: Request) -> Iterator[Subgroup | None]:
@@ -381,17 +397,7 @@ def _subgroups(request: Request) -> Iterator[Subgroup | None]:
         yield getattr(request, "subgroup", None)
 
 
-def _issue(
-    request: Request, group_for: Callable[[Subgroup | None], comm.ProcessGroup], storage: Bucket | None = None
-) -> _Issued:
-    if isinstance(request, requests.Wait):
-        handle = request.handle
-        return _Issued([handle], lambda: handle)
-    if isinstance(request, requests.Together):
-        with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
-            parts = [_issue(part, group_for) for part in request.requests]
-        return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
-    group = group_for(request.subgroup)  # type: ignore[attr-defined]
+def _issue(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> _Issued:
     size = group.size()
     if isinstance(request, requests.AllReduce):
         tensor = request.tensor
@@ -452,8 +458,8 @@ def phases_of(hook: Any, bucket: GradBucket) -> Phases:
         return phases  # type: ignore[return-value]
     found = "None" if phases is None else f"a {type(phases).__name__}"
     raise TypeError(
-        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` the "
-        "handle of each collective (`yield torch.distributed.all_reduce(tensor, async_op=True)`), then `return` the "
+        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` a "
+        "request for each collective (`total = yield requests.AllReduce(tensor)`), then `return` the "
         "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a "
         "tensor or a future needs no class: pass `comm_hook=(state, hook)`."
     )
