@@ -190,7 +190,8 @@ def _says_so(part: CommHook) -> bool:
     """Tell whether a hook is known to leave ranks with different gradients, and does not only not deny it."""
     if type(part) is TorchHook:
         return (getattr(part.hook, "__module__", None) or "").startswith(("lightning_ddp_hooks.", "torch."))
-    return type(part).replicas_differ_from is not CommHook.replicas_differ_from
+    ours = type(part).__module__.startswith("lightning_ddp_hooks.")
+    return ours or type(part).replicas_differ_from is not CommHook.replicas_differ_from
 
 
 def _name(part: CommHook) -> str:
