@@ -38,7 +38,6 @@ class OptimizerDriver:
         reducer: Reducer whose buckets carry the gradients; parameters are exchanged on its group between backwards.
 
     Attributes:
-        settings: The same.
         has_hook: Whether `hook` has been asked for.
     """
 
@@ -59,10 +58,7 @@ class OptimizerDriver:
     # ------------------------------------------------------------------ setup
 
     def hook(self, inner: CommHook | None) -> CommHook | None:
-        """Return the hook for the reducer: ``inner`` with the optimizer's step behind it, if steps overlap.
-
-        Args:
-            inner: Hook that reduces the gradients; None for the plain mean.
+        """Return the hook for the reducer: ``inner`` (None: the mean), with the step behind it if steps overlap.
 
         Raises:
             ValueError: The hook leaves ranks with different gradients, and the optimizer is sharded.

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, check_result, phases_of
+from lightning_ddp_hooks.hooks.registry import first_difference
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -41,15 +42,16 @@ class OptimizerInHook:
       exchange them; with gradient clipping, GradScaler, manual optimisation.
 
     Args:
-        shard: share parameters and optimizer state among the ranks.
-        interleaved: step each bucket as soon as it is reduced, and not only behind the backward.
-        shard_buckets: share the parameters of each bucket among several ranks: even shares, also with few buckets, but
-            more and smaller broadcasts. Without it only buckets larger than a rank's share of the whole are divided.
-        overlap: step while gradients are being reduced; False steps when all have been, in ``optimizer_step``.
+        shard: Whether to share parameters and optimizer state among the ranks.
+        interleaved: Whether to step each bucket as soon as it is reduced, and not only after the backward.
+        shard_buckets: Whether to share the parameters of each bucket among several ranks: even shares, also with few
+            buckets, but more and smaller broadcasts. Without it only buckets larger than a rank's share are divided.
+        overlap: Whether to step while gradients are being reduced; False steps when all have been, in
+            ``optimizer_step``.
 
     Raises:
-        TypeError: a setting is not True or False.
-        ValueError: settings that contradict each other.
+        TypeError: A setting is not True or False.
+        ValueError: Settings contradict each other.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(optimizer_in_hook=OptimizerInHook(shard=True)))
@@ -107,17 +109,15 @@ class StepContext:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInHook(CommHook):
-    """A hook that steps the optimizer behind another hook.
-
-    Args:
-        inner: Hook that reduces the gradients; None for the plain mean.
-        settings: How to step.
-        context: The run; not part of what ranks compare.
-    """
+    """A hook that steps the optimizer behind another hook (None: the plain mean)."""
 
     inner: CommHook | None
     settings: OptimizerInHook
     context: StepContext = field(repr=False)
+
+    def replicas_differ_from(self) -> int | None:
+        """Return what the inner hook says."""
+        return first_difference([self.inner])
 
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the inner hook."""

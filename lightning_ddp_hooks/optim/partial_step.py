@@ -52,13 +52,7 @@ class PartialStepper:
 
     @torch.no_grad()
     def run(self, params: Iterable[Tensor], *, last: bool, arguments: Mapping[str, Any] | None = None) -> None:
-        """Step the parameters; see [Note: one step in several calls].
-
-        Args:
-            params: Parameters to step now; the optimizer has them all.
-            last: Whether this is the last call of the step.
-            arguments: Keyword arguments of the optimizer's ``step``.
-        """
+        """Step some of the optimizer's parameters; see [Note: one step in several calls] for ``last``."""
         groups = self.optimizer.param_groups
         parts: dict[int, list[Tensor]] = {}
         for param in params:
@@ -122,13 +116,9 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def replace_step(optimizer: Optimizer, update: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
-    """Have ``optimizer.step(closure)`` run the closure and then ``update``; return what undoes it.
+    """Have ``optimizer.step(closure, **arguments)`` run the closure and then ``update(arguments)``; return an undo.
 
     Step hooks fire around the whole, once for each step; schedulers of learning rates see that a step was made.
-
-    Args:
-        optimizer: Optimizer whose ``step`` is replaced.
-        update: Called with the keyword arguments of ``step`` beside the closure.
 
     Raises:
         ValueError: Somebody else has replaced ``step`` of this object.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,44 @@ from lightning_ddp_hooks.optim.state import StateDict
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class JoinableOptimizer(Optimizer, Joinable):
+    """Base of optimizers whose steps are collective, so that ranks that have run out of data go on with them."""
+
+    process_group: comm.ProcessGroup
+
+    @abstractmethod
+    def step_without_data(self) -> None:
+        """Do this rank's part of a step of the others."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what this rank does once it has run out of data; for `Join`.
+
+        Args:
+            **kwargs: Not used.
+        """
+        return _StepOn(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the first parameter."""
+        first: Tensor = self.param_groups[0]["params"][0]
+        return first.device
+
+    @property
+    def join_process_group(self) -> comm.ProcessGroup:
+        """Ranks whose steps are collective."""
+        return self.process_group
+
+
+class _StepOn(JoinHook):
+    def __init__(self, optimizer: JoinableOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self._optimizer.step_without_data()
+
+
+class ShardedOptimizer(JoinableOptimizer):
     """Wraps any optimizer so that each rank holds about 1/N of its state.
 
     `step` has each rank step its own parameters, and then all ranks exchange them. The gradients must be the same on
@@ -110,8 +148,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Step this rank's parameters, and exchange all; collective.
 
         Args:
-            closure: evaluates the model and returns the loss; called once, before the step.
-            **kwargs: for the ``step`` of the optimizer inside.
+            closure: Function that evaluates the model and returns the loss; called once, before the step.
+            **kwargs: Arguments of the ``step`` of the optimizer inside.
 
         Returns:
             What the closure returned.
@@ -123,6 +161,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         Join.notify(self)
         self._finish(kwargs)
         return loss
+
+    def step_without_data(self) -> None:
+        """Step the parameters that this rank owns; in a `Join` context put the wrapped model before the optimizer."""
+        self._finish()
 
     def _finish(self, arguments: Mapping[str, Any] | None = None) -> None:
         if self.sharded_step.begun or not self.driven:
@@ -142,10 +184,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Gather the whole state on one rank's host, one owner after the other; collective.
 
         Args:
-            to: the rank within the process group.
+            to: Rank within the process group.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: There is no such rank.
         """
         if not 0 <= to < comm.world_size(self.process_group):
             raise ValueError(f"Expected `to` to be a rank below {comm.world_size(self.process_group)}, got {to!r}.")
@@ -157,7 +199,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Return the whole state as `consolidate_state_dict` gathered it, in the optimizer's own unsharded form.
 
         Raises:
-            RuntimeError: it was not gathered on this rank since the last step.
+            RuntimeError: It was not gathered on this rank since the last step.
         """
         if self._consolidated is None or self._consolidated_at != self.sharded_step.version:
             raise RuntimeError(
@@ -172,28 +214,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.sharded_step.version += 1
         self._share()
 
-    # ------------------------------------------------------------------ uneven inputs
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data: its part of each step; for `Join`.
-
-        It needs the reduced gradients, so put the wrapped model before it: ``Join([model, optimizer])``.
-
-        Args:
-            **kwargs: not used.
-        """
-        return _StepOn(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the first parameter."""
-        first: Tensor = self.param_groups[0]["params"][0]
-        return first.device
-
-    @property
-    def join_process_group(self) -> comm.ProcessGroup:
-        """The ranks that share the state."""
-        return self.process_group
+    # ------------------------------------------------------------------ uneven inputs, the end
 
     @property
     def in_join(self) -> bool:
@@ -205,13 +226,3 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.sharded_step.close()
         for group in (self._group, self._control_group):
             comm.destroy_group(group)
-
-
-class _StepOn(JoinHook):
-    """A rank without data goes on stepping the parameters that it owns."""
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        self._optimizer._finish()

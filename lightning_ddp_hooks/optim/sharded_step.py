@@ -61,7 +61,7 @@ class ShardedStep:
         self._stepper = PartialStepper(optimizer)
         check_separable(optimizer, self._stepper, sharded=self._sharded)
         self._done: set[Tensor] = set()
-        self._undo: list[_Before] | None = None
+        self._undo: list[Callable[[], None]] | None = None
         self._unclaimed: StateDict | None = None
 
     def params(self) -> Iterator[Tensor]:
@@ -93,14 +93,9 @@ class ShardedStep:
         self._assign([*self._fit(together), *([param] for param in self.params())])
 
     def early(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Step some parameters now, those that this rank owns.
+        """Step those parameters of a bucket that this rank owns, with reduced gradients.
 
-        Args:
-            params: Parameters of a bucket; those that are not the optimizer's, or have no owner yet, are passed over.
-            gradients: Their reduced gradients.
-
-        Returns:
-            The parameters that were stepped, by this rank or by another.
+        Returns those that some rank has stepped: all but what is not the optimizer's, or has no owner yet.
         """
         stepped, own = [], []
         for param, gradient in zip(params, gradients, strict=True):
@@ -110,7 +105,7 @@ class ShardedStep:
                     own.append((param, gradient))
         self._done.update(stepped)
         if self._undo is not None:
-            self._undo += [_Before(self.optimizer, param) for param in stepped]
+            self._undo += [_restorer(self.optimizer, param) for param in stepped]
         before = [param.grad for param, _ in own]
         for param, gradient in own:
             param.grad = gradient
@@ -128,8 +123,8 @@ class ShardedStep:
 
     def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""
-        for before in self._undo or ():
-            before.restore()
+        for restore in self._undo or ():
+            restore()
         self._end()
 
     # ------------------------------------------------------------------ the rest, or all at once
@@ -140,11 +135,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def rest(self, arguments: Mapping[str, Any] | None = None) -> None:
-        """Step what has a gradient and was not stepped early; the end of a step.
-
-        Args:
-            arguments: Keyword arguments of the optimizer's ``step``.
-        """
+        """Step what has a gradient and was not stepped early, with keyword arguments of ``step``; the end of a step."""
         left = self.left()
         self.assign_all()
         self.version += 1
@@ -222,18 +213,16 @@ class ShardedStep:
         self._unclaimed = {**plain, "state": left} if any(isinstance(key, int) for key in left) else None
 
 
-class _Before:
-    """A parameter and its state before a step that may be rolled back."""
+def _restorer(optimizer: Optimizer, param: Tensor) -> Callable[[], None]:
+    """Return what brings a parameter and its state back to what they are now."""
+    value = param.detach().clone()
+    state = copy.deepcopy(optimizer.state[param]) if param in optimizer.state else None
 
-    def __init__(self, optimizer: Optimizer, param: Tensor) -> None:
-        self._optimizer = optimizer
-        self._param = param
-        self._value = param.detach().clone()
-        self._state = copy.deepcopy(optimizer.state[param]) if param in optimizer.state else None
-
-    def restore(self) -> None:
-        self._param.detach().copy_(self._value)
-        if self._state is None:
-            self._optimizer.state.pop(self._param, None)
+    def restore() -> None:
+        param.detach().copy_(value)
+        if state is None:
+            optimizer.state.pop(param, None)
         else:
-            self._optimizer.state[self._param] = self._state
+            optimizer.state[param] = state
+
+    return restore

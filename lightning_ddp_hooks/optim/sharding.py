@@ -28,12 +28,7 @@ def partition(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     timing anomalies", 1969). Equal items are taken in their order, and of equally loaded ranks the lowest, so that all
     ranks come to the same.
 
-    Args:
-        sizes: Size of each item, in elements.
-        loads: What each rank carries already.
-
-    Returns:
-        Rank of each item.
+    ``sizes`` and ``loads``, what each rank carries already, are in elements; the result is the rank of each item.
     """
     carried = list(loads)
     ranks = [0] * len(sizes)
@@ -71,13 +66,9 @@ class ShardAssignment:
         return self.has(param) and self.owner(param) == self.rank
 
     def assign(self, bundles: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-        """Give an owner to each parameter that has none; the same call on all ranks.
+        """Give an owner to each parameter that has none; return those. The same call on all ranks.
 
-        Args:
-            bundles: Parameters that are to stay together, such as those of one bucket.
-
-        Returns:
-            The parameters that were given one.
+        Parameters of one bundle, such as those of one bucket, get the same owner.
         """
         if self.world_size == 1:
             return []
@@ -108,9 +99,7 @@ class ParameterExchange:
     def send(self, params: Iterable[Tensor], key: Hashable) -> Generator[Request, Any, None]:
         """Request what brings each parameter from its owner to all others, and put it in place.
 
-        Args:
-            params: In the same order on all ranks.
-            key: Tells exchanges apart that are in flight at the same time.
+        Parameters come in the same order on all ranks; ``key`` tells exchanges apart that are in flight together.
         """
         broadcasts: list[Request] = []
         received: list[tuple[list[Tensor], list[Tensor]]] = []

@@ -33,17 +33,17 @@ def hook_with_zero_step(
     synchronised backward is a step then.
 
     Args:
-        hook: reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
-        ddp: the `DataParallel` that trains the model, or torch's own DDP. There, by its contract, all phases of a
+        hook: Reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
+        ddp: The `DataParallel` that trains the model, or torch's own DDP. There, by its contract, all phases of a
             bucket run within one call, so that less overlaps.
-        zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: share the parameters of a bucket among several ranks, which divides the state more evenly.
+        zero: Optimizer that was made with ``overlap_with_ddp=True``.
+        shard_buckets: Whether to share the parameters of a bucket among several ranks, for more even shares.
 
     Returns:
         The hook to register.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: ``zero`` was made without ``overlap_with_ddp=True``, has a hook already or other ranks than ``ddp``;
             the hook leaves ranks with different gradients; torch's DDP looks for unused parameters, which it does not
             tell hooks of.
@@ -65,10 +65,10 @@ def hook_with_zero_step_interleaved(
     Arguments, result and errors are those of `hook_with_zero_step`.
 
     Args:
-        hook: reduces the gradients.
-        ddp: the wrapper that trains the model.
-        zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: share the parameters of a bucket among several ranks.
+        hook: Reduces the gradients.
+        ddp: Wrapper that trains the model.
+        zero: Optimizer that was made with ``overlap_with_ddp=True``.
+        shard_buckets: Whether to share the parameters of a bucket among several ranks.
 
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
