@@ -484,6 +484,10 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+# Set on fused optimizers until they have looked once at what they were given; it does not change an update.
+FUSED_CHECK_FLAG = "_need_device_dtype_check_for_fused"
+
+
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return the ``step`` of an optimizer's class without the wrapper that fires step hooks."""
     step: Callable[..., Any] = type(optimizer).step

@@ -1,4 +1,4 @@
-"""A hook without a reducer: buckets made by hand, driven through the pipeline as the reducer drives it."""
+"""A hook without a reducer: buckets made by hand, driven through the queue as the reducer drives it."""
 
 import random
 import time
@@ -19,13 +19,15 @@ from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 class Rig:
     """One rank's end of a hook: ``rig.step([gradient of bucket 0, ...])`` returns what becomes of them."""
 
-    def __init__(self, hook: CommHook, numels: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, hook: CommHook, numels: Sequence[int], dtype: torch.dtype = torch.float32, *, at_once: bool = False
+    ) -> None:
         self.params = [torch.zeros(numel, dtype=dtype) for numel in numels]
         self.names = [f"layer{index}.weight" for index in range(len(numels))]
         self.now = 0
         self.group = comm.new_group(comm.resolve_group(None))
         self.world_size = comm.world_size(self.group)
-        self.queue = CollectiveQueue(self.group, at_once=False)
+        self.queue = CollectiveQueue(self.group, at_once=at_once)
         self.bound: BoundHook = hook.bind(
             BindContext(
                 subgroup=self.queue.subgroup,
@@ -80,6 +82,20 @@ def gradients_of(rank: int, step: int, numels: Sequence[int], scale: float = 1.0
 def exact_mean(step: int, numels: Sequence[int], world_size: int) -> list[Tensor]:
     per_rank = [gradients_of(rank, step, numels) for rank in range(world_size)]
     return [torch.stack([g[i].double() for g in per_rank]).mean(0) for i in range(len(numels))]
+
+
+def require_plain(value: object, where: str = "state") -> None:
+    """Raise unless ``value`` consists of what a ``weights_only`` checkpoint may hold; names where else it lies."""
+    if type(value) is dict:
+        for key, item in value.items():
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"{where} has a key of type {type(key).__name__}; expected str or int.")
+            require_plain(item, f"{where}[{key!r}]")
+    elif type(value) is list:
+        for position, item in enumerate(value):
+            require_plain(item, f"{where}[{position}]")
+    elif value is not None and type(value) not in (Tensor, str, int, float, bool):
+        raise TypeError(f"{where} is a {type(value).__name__}.")
 
 
 def count_wire_bytes(action: Callable[[], Any]) -> int:

@@ -5,13 +5,13 @@ import copy
 import averaging_case as case
 import pytest
 import torch
+from hook_tools import require_plain
 from ranks import run_ranks
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager, SlowMo
 from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
-from lightning_ddp_hooks.hooks.state import require_plain
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hook_tools import Rig, count_wire_bytes, exact_mean, gradients_of
+from hook_tools import Rig, count_wire_bytes, exact_mean, gradients_of, require_plain
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +28,6 @@ from lightning_ddp_hooks.hooks import (
     allreduce_hook,
     run_on_torch_ddp,
 )
-from lightning_ddp_hooks.hooks.state import require_plain
 
 RANK_1 = PowerSGD(start_iter=0)
 BY_SHAPE = PerParameter([Rule(RANK_1, ndim=2, min_numel=300), Rule("bf16", pattern="*0*")], default="allreduce")

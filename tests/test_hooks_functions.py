@@ -397,7 +397,7 @@ def test_a_reduce_that_is_no_generator_is_an_error_that_names_the_hook_and_what_
     for texts in run_ranks(reduce_without_yield):
         expected = ["ReturnsTensor.reduce returned a Tensor"] * 6 + ["ReturnsNothing.reduce returned None"] * 6
         for text, begin in zip(texts, expected, strict=True):
-            assert text.startswith(f"{begin}; expected a generator, on every rank alike: `yield` the handle")
+            assert text.startswith(f"{begin}; expected a generator, on every rank alike: `yield` a request")
             assert "async_op=True" in text
             assert "`comm_hook=(state, hook)`" in text
 

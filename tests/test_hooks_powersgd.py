@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hook_tools import Rig, count_wire_bytes, exact_mean, gradients_of
+from hook_tools import Rig, count_wire_bytes, exact_mean, gradients_of, require_plain
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,6 @@ from lightning_ddp_hooks.hooks import (
     powersgd_hook,
     run_on_torch_ddp,
 )
-from lightning_ddp_hooks.hooks.state import require_plain
 
 Shapes = list[tuple[int, ...]]
 MIXED: Shapes = [(12, 16), (16,), (16, 12), (5,), (12, 16), (16,), (8, 2, 3, 3), (12, 16), (16,), (1,), (40, 3)]

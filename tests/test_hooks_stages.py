@@ -8,10 +8,17 @@ from backends import require
 from torch import Tensor
 
 from lightning_ddp_hooks.hooks import stages as stages_module
-from lightning_ddp_hooks.hooks.carry_over import CarryOver
 from lightning_ddp_hooks.hooks.chunks import Chunks
+from lightning_ddp_hooks.hooks.error_feedback import ResidualUpdate
 from lightning_ddp_hooks.hooks.kernels import BlockCodec, Float8Codec, Int8Codec, SignCodec
-from lightning_ddp_hooks.hooks.stages import NativeStages, Residuals, StageBuffers, Stages, TorchStages, choose_stages
+from lightning_ddp_hooks.hooks.stages import (
+    NativeKernels,
+    Residuals,
+    StageBuffers,
+    TorchKernels,
+    TwoStageKernels,
+    choose_kernels,
+)
 from lightning_ddp_hooks.reducer.native import build
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to compile
@@ -19,14 +26,14 @@ pytestmark = pytest.mark.timeout(900)  # the first test may have to compile
 CODECS = [Int8Codec, SignCodec] + ([Float8Codec] if hasattr(torch, "float8_e4m3fn") else [])
 
 
-def run(stages: Stages, codec: BlockCodec, gradient: Tensor, feedback: bool, rank: int) -> dict[str, Tensor]:
+def run(stages: TwoStageKernels, codec: BlockCodec, gradient: Tensor, feedback: bool, rank: int) -> dict[str, Tensor]:
     """Play all three steps of one rank of three, with made-up messages from the others."""
     torch.manual_seed(1)
     chunks = Chunks.build(gradient.numel(), 3, 64)
     buffers = StageBuffers(chunks, codec, gradient.device)
     gradient = gradient.clone()
     residuals = Residuals(torch.randn_like(gradient), torch.randn(chunks.count(rank))) if feedback else None
-    carry = CarryOver()
+    carry = ResidualUpdate()
     stages.encode(buffers, gradient, residuals, None)
     buffers.received.bytes.copy_(buffers.sent.bytes[[rank, (rank + 1) % 3, rank]])
     stages.add_up(buffers, rank, residuals, None)
@@ -47,8 +54,8 @@ def test_native_gives_what_torch_gives(make: type[BlockCodec], feedback: bool) -
     for numel in (1, 9, 64, 1000, 30_000):
         gradient = torch.randn(numel) * torch.logspace(-25, 25, numel)
         for rank in (0, 2):
-            ours = run(NativeStages(make(), build.load()), make(), gradient, feedback, rank)
-            reference = run(TorchStages(make()), make(), gradient, feedback, rank)
+            ours = run(NativeKernels(make(), build.load()), make(), gradient, feedback, rank)
+            reference = run(TorchKernels(make()), make(), gradient, feedback, rank)
             for name, tensor in reference.items():
                 if make is not SignCodec:
                     assert torch.equal(ours[name], tensor), (name, numel)
@@ -65,7 +72,7 @@ def test_native_shows_a_bad_value_and_leaves_the_residuals_alone(make: type[Bloc
     gradient[130] = bad
     torch.manual_seed(1)
     worker, server = torch.randn(1000), torch.randn(Chunks.build(1000, 3, 64).count(0))
-    for stages in (NativeStages(make(), build.load()), TorchStages(make())):
+    for stages in (NativeKernels(make(), build.load()), TorchKernels(make())):
         found = run(stages, make(), gradient, True, 0)
         assert not found["mean"][128:192].isfinite().any()
         assert torch.equal(found["worker"], worker)
@@ -78,8 +85,8 @@ def test_what_native_cannot_take_goes_through_torch() -> None:
     codec = Int8Codec()
     for dtype in (torch.float64, torch.bfloat16):
         gradient = torch.randn(500).to(dtype)
-        ours = run(NativeStages(codec, build.load()), codec, gradient, True, 1)
-        reference = run(TorchStages(codec), codec, gradient, True, 1)
+        ours = run(NativeKernels(codec, build.load()), codec, gradient, True, 1)
+        reference = run(TorchKernels(codec), codec, gradient, True, 1)
         for name, tensor in reference.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
 
@@ -87,7 +94,7 @@ def test_what_native_cannot_take_goes_through_torch() -> None:
 def test_without_the_native_module_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages_module.build, "is_built", lambda: False)
     monkeypatch.setattr(stages_module, "_native", stages_module._native.__wrapped__)
-    assert isinstance(choose_stages(Int8Codec()), TorchStages)
+    assert isinstance(choose_kernels(Int8Codec()), TorchKernels)
 
 
 @pytest.mark.gpu
@@ -96,8 +103,8 @@ def test_a_device_gives_what_the_cpu_gives(make: type[BlockCodec]) -> None:
     for numel in (9, 30_000):
         gradient = torch.randn(numel)
         for rank in (0, 2):
-            reference = run(TorchStages(make()), make(), gradient, False, rank)
-            there = run(TorchStages(make()), make(), gradient.cuda(), False, rank)
+            reference = run(TorchKernels(make()), make(), gradient, False, rank)
+            there = run(TorchKernels(make()), make(), gradient.cuda(), False, rank)
             # A device divides and adds in its own order: a value next to a tie may get the neighbouring code.
             step = 0.1 * float(gradient.abs().max()) if make is not SignCodec else 1e-5
             torch.testing.assert_close(there["mean"].cpu(), reference["mean"], rtol=1e-5, atol=step)

@@ -1,7 +1,7 @@
 """Communication hooks: what is done with a full bucket of gradients."""
 
 from lightning_ddp_hooks.hooks.allreduce import AllReduce, Noop, allreduce_hook, noop_hook
-from lightning_ddp_hooks.hooks.block_quantize import BlockQuantize
+from lightning_ddp_hooks.hooks.block_quantize import BlockQuantize, OneBit
 from lightning_ddp_hooks.hooks.cast import (
     Cast,
     bf16_compress_hook,
@@ -11,10 +11,9 @@ from lightning_ddp_hooks.hooks.cast import (
 )
 from lightning_ddp_hooks.hooks.compose import PerParameter, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
-from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
+from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
-from lightning_ddp_hooks.hooks.onebit import OneBit
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD, PostLocalSGDState, post_local_sgd_hook
 from lightning_ddp_hooks.hooks.powersgd import BatchedPowerSGD, PowerSGD
 from lightning_ddp_hooks.hooks.powersgd_functions import PowerSGDState, batched_powersgd_hook, powersgd_hook
@@ -25,6 +24,7 @@ from lightning_ddp_hooks.hooks.quantize import (
     quantization_pertensor_hook,
 )
 from lightning_ddp_hooks.hooks.topk import TopK
+from lightning_ddp_hooks.reducer import requests
 
 __all__ = [
     "AllReduce",
@@ -34,7 +34,7 @@ __all__ = [
     "BoundHook",
     "Cast",
     "CommHook",
-    "ErrorMemory",
+    "ErrorFeedback",
     "Noop",
     "OneBit",
     "PerParameter",
@@ -62,5 +62,6 @@ __all__ = [
     "powersgd_hook",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
+    "requests",
     "run_on_torch_ddp",
 ]

@@ -1,28 +1,15 @@
-"""From which step on a hook does what it is for, and whether all ranks get the same result from it."""
-
-from __future__ import annotations
+"""To be removed: ask `CommHook.replicas_differ_from`, and the setting that `CommHook.delayed_by` names."""
 
 import math
 
-from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.hooks.function_hook import TorchHook
-from lightning_ddp_hooks.hooks.parts import parts_of
-from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
+from lightning_ddp_hooks.hooks.registry import parts_of
 
 
 def alike_until(hook: CommHook | None) -> float:
-    """Return the step from which on ranks may get different results; infinity if they always get the same.
-
-    Of a function that a user wrote nothing is known: 0.
-    """
-    steps = [math.inf]
-    for part in parts_of(hook):
-        if isinstance(part, (Noop, TorchHook)):
-            steps.append(0)
-        elif isinstance(part, PostLocalSGD):
-            steps.append(part.start_local_sgd_iter)
-    return min(steps)
+    """Return the first step from which replicas may differ; infinity for never."""
+    step = None if hook is None else hook.replicas_differ_from()
+    return math.inf if step is None else step
 
 
 def late_starts(hook: CommHook | None) -> list[tuple[str, str, int]]:

@@ -1,7 +1,6 @@
 """The plain mean over the ranks, and no mean at all."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,20 +8,21 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Waitable
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, ReplicatingHook
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
-from lightning_ddp_hooks.hooks.workspace import Workspace
+from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(CommHook):
+class AllReduce(ReplicatingHook):
     """The mean of the gradients over the ranks: what the reducer does without a hook, to the last bit.
 
     It is of use as a part of composed hooks; alone it is the same as no hook. Values are divided before they are
     summed, so that float16 cannot overflow in the sum.
 
-    Wire: 4 bytes per element of a float32 gradient (times 2 (n - 1) / n for n ranks, as in any ring).
+    Sends 4 bytes per element of a float32 gradient (times 2 (n - 1) / n for n ranks, as in any ring).
 
     Example:
         >>> PerParameter([Rule(PowerSGD(rank=2), ndim=2)], default=AllReduce())
@@ -31,64 +31,66 @@ class AllReduce(CommHook):
     is_plain_mean = True
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Take the reducer's group."""
-        return _BoundAllReduce(context)
+        """Bind the hook."""
+        return Mean(context.comm_dtype)
 
 
-class _BoundAllReduce(BoundHook):
+class Mean(BoundHook):
+    """Averages buckets in place; also a part of other hooks.
+
+    Args:
+        comm_dtype: In what to send, if it is narrower than the gradients; None for their dtype.
+    """
+
     name = "AllReduce"
     casts_itself = True
     takes_divided = True
 
-    def __init__(self, context: BindContext) -> None:
-        self._mean = Mean(context.group, context.wire_dtype)
+    def __init__(self, comm_dtype: torch.dtype | None = None) -> None:
+        self._comm_dtype = comm_dtype
+        self._workspaces = PerBucket(lambda _: Workspace())
 
     def reduce(self, bucket: GradBucket) -> Phases:
-        yield from self._mean.phases(bucket)
-        return None
-
-
-class Mean:
-    """The phase that averages a bucket in place, as a part of other hooks.
-
-    Args:
-        group: the ranks.
-        wire_dtype: in what to send, if it is narrower than the gradients; None for their dtype.
-    """
-
-    def __init__(self, group: comm.ProcessGroup, wire_dtype: torch.dtype | None = None) -> None:
-        self._group = group
-        self._wire_dtype = wire_dtype
-        self._workspace = Workspace()
-
-    def phases(self, bucket: GradBucket) -> Generator[Waitable, None, None]:
         """Average ``bucket.buffer()`` in place; one collective."""
         buffer = bucket.buffer()
-        dtype = narrower(buffer.dtype, self._wire_dtype)
+        dtype = narrower(buffer.dtype, self._comm_dtype)
         if dtype is buffer.dtype:
             if bucket.divisor != 1.0:
                 buffer.mul_(1.0 / bucket.divisor)
-            yield comm.all_reduce(buffer, self._group)
-            return
-        wire = self._workspace.get(bucket.index(), buffer.numel(), dtype, buffer.device)
-        scale_into(wire, buffer, 1.0 / bucket.divisor)
-        yield comm.all_reduce(wire, self._group)
-        buffer.copy_(wire)
+            yield requests.AllReduce(buffer)
+            return None
+        narrow = self._workspaces.of(bucket).get("narrow", buffer.numel(), dtype, buffer.device)
+        scale_into(narrow, buffer, 1.0 / bucket.divisor)
+        yield requests.AllReduce(narrow)
+        buffer.copy_(narrow)
+        return None
 
 
-def narrower(gradient: torch.dtype, wire: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to send a gradient in: ``wire`` if that saves anything, else the gradient's own."""
-    if wire is None or not gradient.is_floating_point or wire.itemsize >= gradient.itemsize:
+def narrower(gradient: torch.dtype, comm_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype to send a gradient in: ``comm_dtype`` if that saves anything, else the gradient's own."""
+    if comm_dtype is None or not gradient.is_floating_point or comm_dtype.itemsize >= gradient.itemsize:
         return gradient
-    return wire
+    return comm_dtype
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: float) -> None:
     """Write ``tensor * factor`` into ``out`` of another dtype, rounding once; overwrites ``tensor`` on the CPU."""
-    if tensor.is_cuda:
+    if tensor.device.type != "cpu":
         torch.mul(tensor, factor, out=out)  # one kernel
     else:
         out.copy_(tensor if factor == 1.0 else tensor.mul_(factor))  # the mixed-dtype loop is slower than two passes
+
+
+def divisor_of(bucket: Any, group: comm.ProcessGroup) -> float:
+    """Return what a sum is to be divided by: our buckets say so, torch's do not."""
+    return float(getattr(bucket, "divisor", 0) or comm.world_size(group))
+
+
+def done(value: Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that is done."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +100,14 @@ class Noop(CommHook):
     **For headroom analysis only.** The difference between a step with this hook and one with another is all that faster
     communication could ever gain. The replicas drift apart, so the model that comes out is of no use.
 
-    Wire: 0 bytes per element.
+    Sends 0 bytes per element.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook="noop"), max_steps=50)  # how long does a step take without?
     """
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Need nothing."""
+        """Bind the hook."""
         return _BoundNoop()
 
 
@@ -123,14 +125,14 @@ def allreduce_hook(
     """Average the bucket over the ranks; by torch's contract, for torch's DDP and for our reducer.
 
     Args:
-        process_group: the ranks; None for all.
-        bucket: the gradients, not divided.
+        process_group: Ranks to average over; None for all.
+        bucket: Gradients, not divided.
 
     Example:
         >>> ddp_model.register_comm_hook(None, allreduce_hook)
     """
     group = comm.resolve_group(process_group)
-    buffer = bucket.buffer().div_(_divisor(bucket, group))
+    buffer = bucket.buffer().div_(divisor_of(bucket, group))
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 
@@ -140,14 +142,7 @@ def noop_hook(_: object, bucket: comm.TorchGradBucket) -> torch.futures.Future[t
     Example:
         >>> ddp_model.register_comm_hook(None, noop_hook)
     """
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def _divisor(bucket: Any, group: comm.ProcessGroup) -> float:
-    """Return what the sum is to be divided by: our buckets say so, torch's do not."""
-    return float(getattr(bucket, "divisor", 0) or comm.world_size(group))
+    return done(bucket.buffer())
 
 
 SHORT_NAMES["noop"] = Noop

@@ -1,15 +1,16 @@
 """Gradients travel in 16 bits: the mean, or any other hook, in float16 or bfloat16."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import AllReduce, narrower, scale_into
+from lightning_ddp_hooks.hooks.allreduce import AllReduce, divisor_of, done, narrower, scale_into
 from lightning_ddp_hooks.hooks.contract import (
     BindContext,
     BoundHook,
@@ -19,8 +20,9 @@ from lightning_ddp_hooks.hooks.contract import (
     hook_name,
     phases_of,
 )
-from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike, resolve_hook
-from lightning_ddp_hooks.hooks.workspace import Workspace
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike, first_difference, resolve_hook
+from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 _DTYPES = {
@@ -37,13 +39,13 @@ class Cast(CommHook):
     """Send in 16 bits what another hook sends in 32.
 
     The mean (no ``inner``) divides before it casts, so that float16 cannot overflow in the sum. `PowerSGD` sends its
-    factors in 16 bits and keeps what the rounding lost in its error memory; any other hook is handed a bucket in 16
+    factors in 16 bits and keeps what the rounding lost in its residuals; any other hook is handed a bucket in 16
     bits. Gradients that have 16 bits already are left as they are.
 
-    Wire: half of ``inner``'s; 2 bytes per element for the mean.
+    Sends half of what ``inner`` would; 2 bytes per element for the mean.
 
     Args:
-        inner: the hook whose messages are to be shorter: a short name, a `CommHook`, a pair ``(state, hook)``, or
+        inner: Hook whose messages are to be shorter: a short name, a `CommHook`, a pair ``(state, hook)``, or
             None for the mean.
         dtype: ``"float16"``, ``"bfloat16"`` or the ``torch.dtype``. float16 rounds to 11 bits and overflows at 65504,
             bfloat16 to 8 bits with float32's range.
@@ -65,7 +67,7 @@ class Cast(CommHook):
 
     def __post_init__(self) -> None:
         """Check all settings."""
-        _wire_dtype(self.dtype)
+        _comm_dtype(self.dtype)
         declared = resolve_hook(self.inner)
         if self.accumulate not in ("wire", "float32"):
             raise ValueError(f"Expected `accumulate` to be 'wire' or 'float32', got {self.accumulate!r}.")
@@ -79,23 +81,27 @@ class Cast(CommHook):
         """Return the inner hook."""
         return [self.inner]
 
+    def replicas_differ_from(self) -> int | None:
+        """Return what the inner hook says."""
+        return first_difference([self.inner])
+
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the inner hook, and cast around it if it does not do so itself."""
-        dtype = _wire_dtype(self.dtype)
+        dtype = _comm_dtype(self.dtype)
         if self.accumulate == "float32":
             return _BoundFloat32Sum(context, dtype)
-        return bind_for_wire(resolve_hook(self.inner) or AllReduce(), replace(context, wire_dtype=dtype))
+        return bind_with_cast(resolve_hook(self.inner) or AllReduce(), replace(context, comm_dtype=dtype))
 
 
-def bind_for_wire(hook: CommHook, context: BindContext) -> BoundHook:
-    """Bind a hook so that it sends in ``context.wire_dtype``: by itself, or with a cast around it."""
+def bind_with_cast(hook: CommHook, context: BindContext) -> BoundHook:
+    """Bind a hook so that it sends in ``context.comm_dtype``: by itself, or with a cast around it."""
     bound = hook.bind(context)
-    if context.wire_dtype is None or bound.casts_itself:
+    if context.comm_dtype is None or bound.casts_itself:
         return bound
-    return _BoundCast(bound, context.wire_dtype)
+    return _BoundCast(bound, context.comm_dtype)
 
 
-def _wire_dtype(dtype: object) -> torch.dtype:
+def _comm_dtype(dtype: object) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         found: torch.dtype | None = dtype if dtype in _DTYPES.values() else None
     elif isinstance(dtype, str):
@@ -108,28 +114,29 @@ def _wire_dtype(dtype: object) -> torch.dtype:
 
 
 class _BoundCast(BoundHook):
-    """A bucket in 16 bits for a hook that knows nothing of it; its state is the inner hook's."""
+    """Hands a bucket in 16 bits to a hook that knows nothing of it; the state is the inner hook's."""
 
     def __init__(self, inner: BoundHook, dtype: torch.dtype) -> None:
         self.name = inner.name
         self.one_at_a_time = inner.one_at_a_time
         self.takes_divided = inner.takes_divided
+        self.keeps_state = inner.keeps_state
         self._inner = inner
         self._dtype = dtype
-        self._workspace = Workspace()
+        self._workspaces = PerBucket(lambda _: Workspace())
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()
         dtype = narrower(buffer.dtype, self._dtype)
         if dtype is buffer.dtype:
             return (yield from phases_of(self._inner, bucket))
-        narrow = self._workspace.get(bucket.index(), buffer.numel(), dtype, buffer.device).copy_(buffer)
+        narrow = self._workspaces.of(bucket).get("narrow", buffer.numel(), dtype, buffer.device).copy_(buffer)
         bucket.set_buffer(narrow)
         result = yield from phases_of(self._inner, bucket)
         buffer.copy_(bucket.buffer() if result is None else result.view(-1))
         return buffer
 
-    def group_of(self, name: str, param: Tensor) -> object:
+    def group_of(self, name: str, param: Tensor) -> Hashable:
         return self._inner.group_of(name, param)
 
     def stats(self) -> dict[str, Any]:
@@ -154,32 +161,29 @@ class _BoundFloat32Sum(BoundHook):
     name = "Cast"
 
     def __init__(self, context: BindContext, dtype: torch.dtype) -> None:
-        self._group = context.group
-        self._second_group = context.new_group(context.group)
         self._dtype = dtype
         self._world_size = context.world_size
-        self._workspace = Workspace()
+        self._workspaces = PerBucket(lambda _: Workspace())
 
     def reduce(self, bucket: GradBucket) -> Phases:
-        buffer, world_size = bucket.buffer(), self._world_size
+        buffer, world_size, workspace = bucket.buffer(), self._world_size, self._workspaces.of(bucket)
         dtype = narrower(buffer.dtype, self._dtype)
-        numel = buffer.numel()
+        numel, device = buffer.numel(), buffer.device
         part = -(-numel // world_size)
-        index, device = bucket.index(), buffer.device
-        sent = self._workspace.get((index, "sent"), part * world_size, dtype, device)
-        received = self._workspace.get((index, "received"), part * world_size, dtype, device)
+        sent = workspace.get("sent", part * world_size, dtype, device)
+        received = workspace.get("received", part * world_size, dtype, device)
         sent[:numel].copy_(buffer)  # undivided: nothing is summed in 16 bits, and small values keep their place
         sent[numel:].zero_()
-        yield comm.start_all_to_all(received, sent, self._group)
+        yield requests.AllToAll(sent, received)
 
-        total = self._workspace.get((index, "sum"), part, torch.promote_types(dtype, torch.float32), device)
+        total = workspace.get("sum", part, torch.promote_types(dtype, torch.float32), device)
         rows = received.view(world_size, part)
         total.copy_(rows[0])
         for row in rows[1:]:
             total.add_(row)
-        mean = self._workspace.get((index, "mean"), part, dtype, device)
+        mean = workspace.get("mean", part, dtype, device)
         scale_into(mean, total, 1.0 / bucket.divisor)
-        yield comm.start_all_gather(sent, mean, self._second_group)
+        yield requests.AllGather(mean, sent)
         buffer.copy_(sent[:numel])
         return None
 
@@ -190,8 +194,8 @@ def fp16_compress_hook(
     """Average in float16, divided before the cast; by torch's contract, for torch's DDP and for our reducer.
 
     Args:
-        process_group: the ranks; None for all.
-        bucket: the gradients, not divided.
+        process_group: Ranks to average over; None for all.
+        bucket: Gradients, not divided.
 
     Example:
         >>> ddp_model.register_comm_hook(None, fp16_compress_hook)
@@ -205,8 +209,8 @@ def bf16_compress_hook(
     """Average in bfloat16; by torch's contract. torch's DDP refuses hooks of this name on gloo, our reducer does not.
 
     Args:
-        process_group: the ranks; None for all.
-        bucket: the gradients, not divided.
+        process_group: Ranks to average over; None for all.
+        bucket: Gradients, not divided.
 
     Example:
         >>> model.register_comm_hook(None, bf16_compress_hook)
@@ -216,10 +220,9 @@ def bf16_compress_hook(
 
 def _mean_in(dtype: torch.dtype, process_group: comm.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
     group = comm.resolve_group(process_group)
-    divisor = float(getattr(bucket, "divisor", 0) or comm.world_size(group))
     buffer = bucket.buffer()
     narrow = torch.empty_like(buffer, dtype=narrower(buffer.dtype, dtype))
-    scale_into(narrow, buffer, 1.0 / divisor)
+    scale_into(narrow, buffer, 1.0 / divisor_of(bucket, group))
     work = comm.all_reduce(narrow, group)
     return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
 
@@ -248,9 +251,7 @@ def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
         bucket.set_buffer(buffer.to(narrower(buffer.dtype, dtype)))
         returned = hook(state, bucket)
         if isinstance(returned, Tensor):
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer.copy_(returned.view(-1)))
-            return done
+            return done(buffer.copy_(returned.view(-1)))
         then: Callable[..., torch.futures.Future[torch.Tensor]] = returned.then
         return then(lambda future: buffer.copy_(_first(future.value()).view(-1)))
 
@@ -265,13 +266,5 @@ def _first(value: Any) -> Tensor:
     return tensor
 
 
-def _fp16() -> CommHook:
-    return Cast(dtype="float16")
-
-
-def _bf16() -> CommHook:
-    return Cast(dtype="bfloat16")
-
-
-SHORT_NAMES["fp16"] = _fp16
-SHORT_NAMES["bf16"] = _bf16
+SHORT_NAMES["fp16"] = partial(Cast, dtype="float16")
+SHORT_NAMES["bf16"] = partial(Cast, dtype="bfloat16")

@@ -19,10 +19,10 @@ class Chunks:
     """How a bucket is cut into one chunk for each rank; the last ones are filled up with zeros.
 
     Attributes:
-        numel: elements of the bucket.
-        world_size: number of chunks.
-        block: elements of a block; fewer than asked for where the bucket is too small for one block per chunk.
-        blocks: number of blocks of a chunk.
+        numel: Number of elements of the bucket.
+        world_size: Number of chunks.
+        block: Number of elements of a block; fewer than asked for where the bucket is too small for one per chunk.
+        blocks: Number of blocks of a chunk.
     """
 
     numel: int
@@ -53,10 +53,6 @@ class Chunks:
     def message_bytes(self, codec: BlockCodec) -> int:
         """Return the bytes of one chunk's message, a multiple of 8."""
         return -(-self.blocks * (SCALE_BYTES + codec.code_bytes(self.block)) // 8) * 8
-
-    def wire_bytes(self, codec: BlockCodec) -> int:
-        """Return how many bytes a rank sends to others in both stages."""
-        return 2 * (self.world_size - 1) * self.message_bytes(codec)
 
 
 class Message:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -12,20 +14,20 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ddp_hooks.hooks.allreduce import AllReduce
-from lightning_ddp_hooks.hooks.cast import bind_for_wire
+from lightning_ddp_hooks.hooks.cast import bind_with_cast
 from lightning_ddp_hooks.hooks.contract import (
     BindContext,
     BoundHook,
     CommHook,
     Phases,
-    Waitable,
     hook_name,
-    is_done,
     phases_of,
+    require_types,
 )
-from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.hooks.registry import HookLike, first_difference, resolve_hook
 from lightning_ddp_hooks.hooks.state import tagged, untagged
-from lightning_ddp_hooks.hooks.values import require_types
+from lightning_ddp_hooks.hooks.workspace import PerBucket
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 
@@ -35,10 +37,10 @@ class Rule:
     """A hook for the parameters that meet all the conditions given.
 
     Args:
-        hook: a short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
-        pattern: what the name has to match, as a file name would (``"*.embed.*"``).
-        min_numel: how many elements it must have at least.
-        ndim: how many dimensions it must have.
+        hook: A short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
+        pattern: Pattern that the name has to match, as a file name would (``"*.embed.*"``).
+        min_numel: Least number of elements.
+        ndim: Number of dimensions.
     """
 
     hook: HookLike | None
@@ -83,11 +85,11 @@ class PerParameter(CommHook):
     is copied; every rule adds at least one bucket, and so at least one collective.
 
     Args:
-        rules: asked in order.
-        default: the hook for what no rule matches; None for the mean.
+        rules: Rules, asked in order.
+        default: Hook for what no rule matches; None for the mean.
 
     Raises:
-        TypeError: something that is no rule, or no hook.
+        TypeError: Something that is no rule, or no hook.
 
     Example:
         >>> PerParameter([Rule(PowerSGD(rank=4), ndim=2, min_numel=65536), Rule("bf16", pattern="*.embed.*")])
@@ -109,82 +111,24 @@ class PerParameter(CommHook):
         """Return the hooks of the rules, and the default."""
         return [*(rule.hook for rule in self.rules), self.default]
 
+    def replicas_differ_from(self) -> int | None:
+        """Return the least of what the hooks say."""
+        return first_difference(self.inner_hooks())
+
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the hook of each rule for its parameters."""
         return _BoundPerParameter(self, context)
 
 
-class _BoundPerParameter(BoundHook):
-    name = "PerParameter"
+class _Composed(BoundHook):
+    """Several bound hooks, with one state."""
+
     casts_itself = True
 
-    def __init__(self, config: PerParameter, context: BindContext) -> None:
-        self._rules = list(config.rules)
-        named = list(zip(context.names, context.params, strict=True))
-        self._children: list[BoundHook] = []
-        for position, hook in enumerate([*(rule.hook for rule in self._rules), config.default]):
-            its_own = [(name, param) for name, param in named if self._rule_of(name, param) == position]
-            if not its_own and position < len(self._rules) and context.rank == 0:
-                rule = self._rules[position].text()
-                warnings.warn(
-                    f"No trainable parameter is left for rule {position} of PerParameter, {rule}.",
-                    stacklevel=2,
-                )
-            part = replace(context, names=[name for name, _ in its_own], params=[param for _, param in its_own])
-            self._children.append(bind_for_wire(resolve_hook(hook) or AllReduce(), part))
-        self.one_at_a_time = any(child.one_at_a_time for child in self._children)
-        self._parts: dict[int, tuple[tuple[str, ...], list[_Part]]] = {}
-
-    def _rule_of(self, name: str, param: Tensor) -> int:
-        """Return the position of the first rule that matches, or that of the default."""
-        return next((n for n, rule in enumerate(self._rules) if rule.matches(name, param)), len(self._rules))
-
-    def group_of(self, name: str, param: Tensor) -> Hashable:
-        position = self._rule_of(name, param)
-        return position, self._children[position].group_of(name, param)
-
-    def reduce(self, bucket: GradBucket) -> Phases:
-        known = self._parts.get(bucket.index())
-        if known is None or not (known[0] is bucket.names or known[0] == bucket.names):
-            known = self._parts[bucket.index()] = (bucket.names, self._split(bucket))
-        parts = known[1]
-        if len(parts) == 1:
-            return (yield from phases_of(self._children[parts[0].child], bucket))
-        return (yield from self._reduce_parts(bucket, parts))
-
-    def _split(self, bucket: GradBucket) -> list[_Part]:
-        params = bucket.parameters()
-        owners = [self._rule_of(name, param) for name, param in zip(bucket.names, params, strict=True)]
-        return [
-            _Part(child, [n for n, owner in enumerate(owners) if owner == child], params)
-            for child in sorted(set(owners))
-        ]
-
-    def _reduce_parts(self, bucket: GradBucket, parts: Sequence[_Part]) -> Phases:
-        """Reduce a bucket whose parameters have different hooks, as torch's DDP makes them: in copies, side by side."""
-        gradients = bucket.gradients()
-        running: list[tuple[_Part, GradBucket, Phases]] = []
-        for part in parts:
-            storage = part.storage(bucket.buffer())
-            for view, position in zip(storage.views, part.positions, strict=True):
-                view.copy_(gradients[position])
-            names = tuple(bucket.names[position] for position in part.positions)
-            view_of_part = GradBucket(storage, bucket.index(), bucket.is_last(), names, bucket.divisor)
-            view_of_part.unused = bucket.unused
-            running.append((part, view_of_part, phases_of(self._children[part.child], view_of_part)))
-        while running:
-            handles: list[Waitable] = []
-            going_on: list[tuple[_Part, GradBucket, Phases]] = []
-            for part, its_bucket, phases in running:
-                try:
-                    handles.append(next(phases))
-                    going_on.append((part, its_bucket, phases))
-                except StopIteration as end:
-                    part.finish(its_bucket, end.value, gradients)
-            running = going_on
-            if handles:
-                yield _All(handles)
-        return None
+    def __init__(self, children: Sequence[BoundHook]) -> None:
+        self._children = children
+        self.one_at_a_time = any(child.one_at_a_time for child in children)
+        self.keeps_state = any(child.keeps_state for child in children)
 
     def stats(self) -> dict[str, Any]:
         return {f"{n} {child.name}": child.stats() for n, child in enumerate(self._children)}
@@ -197,45 +141,116 @@ class _BoundPerParameter(BoundHook):
         return tagged(self.name, {"hooks": [child.state_dict() for child in self._children]})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_children(self.name, self._children, state)
+        if not state:
+            return
+        states = untagged(self.name, state)["hooks"]
+        if len(states) != len(self._children):
+            raise ValueError(f"Expected the state of {len(self._children)} hooks of {self.name}, found {len(states)}.")
+        for child, its_state in zip(self._children, states, strict=True):
+            child.load_state_dict(its_state)
+
+
+class _BoundPerParameter(_Composed):
+    name = "PerParameter"
+
+    def __init__(self, config: PerParameter, context: BindContext) -> None:
+        self._rules = list(config.rules)
+        named = list(zip(context.names, context.params, strict=True))
+        children: list[BoundHook] = []
+        for position, hook in enumerate([*(rule.hook for rule in self._rules), config.default]):
+            its_own = [(name, param) for name, param in named if self._rule_of(name, param) == position]
+            if not its_own and position < len(self._rules) and context.rank == 0:
+                rule = self._rules[position].text()
+                warnings.warn(
+                    f"No trainable parameter is left for rule {position} of PerParameter, {rule}.",
+                    stacklevel=2,
+                )
+            part = replace(context, names=[name for name, _ in its_own], params=[param for _, param in its_own])
+            children.append(bind_with_cast(resolve_hook(hook) or AllReduce(), part))
+        super().__init__(children)
+        self._parts = PerBucket(self._split)
+
+    def _rule_of(self, name: str, param: Tensor) -> int:
+        """Return the position of the first rule that matches, or that of the default."""
+        return next((n for n, rule in enumerate(self._rules) if rule.matches(name, param)), len(self._rules))
+
+    def group_of(self, name: str, param: Tensor) -> Hashable:
+        position = self._rule_of(name, param)
+        return position, self._children[position].group_of(name, param)
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        parts = self._parts.of(bucket)
+        if len(parts) == 1:
+            return (yield from phases_of(self._children[parts[0].child], bucket))
+        gradients = bucket.gradients()
+        views = [part.copy_in(bucket, gradients) for part in parts]
+        yield from _side_by_side(
+            [
+                part.copy_back(view, gradients, phases_of(self._children[part.child], view))
+                for part, view in zip(parts, views, strict=True)
+            ]
+        )
+        return None
+
+    def _split(self, bucket: GradBucket) -> list[_Part]:
+        params = bucket.parameters()
+        owners = [self._rule_of(name, param) for name, param in zip(bucket.names, params, strict=True)]
+        return [
+            _Part(child, [n for n, owner in enumerate(owners) if owner == child], params)
+            for child in sorted(set(owners))
+        ]
 
 
 class _Part:
-    """The parameters of a bucket that one hook has, with memory for a copy of their gradients."""
+    """Parameters of a bucket that one hook has, where several share it, as on torch's DDP; works on copies."""
 
     def __init__(self, child: int, positions: list[int], params: Sequence[Tensor]) -> None:
         self.child = child
-        self.positions = positions
+        self._positions = positions
         self._params = [params[position] for position in positions]
         self._storage: Bucket | None = None
 
-    def storage(self, like: Tensor) -> Bucket:
-        """Return the memory, made once."""
+    def copy_in(self, bucket: GradBucket, gradients: Sequence[Tensor]) -> GradBucket:
+        """Return a bucket with copies of the part's gradients."""
         if self._storage is None:
             layout = BucketLayout.build(range(len(self._params)), self._params)
-            self._storage = Bucket(replace(layout, dtype=like.dtype), self._params)
-        return self._storage
+            self._storage = Bucket(replace(layout, dtype=bucket.buffer().dtype), self._params)
+        for view, position in zip(self._storage.views, self._positions, strict=True):
+            view.copy_(gradients[position])
+        names = tuple(bucket.names[position] for position in self._positions)
+        part = GradBucket(self._storage, bucket.index(), bucket.is_last(), names, bucket.divisor)
+        part.unused = bucket.unused
+        return part
 
-    def finish(self, bucket: GradBucket, result: Tensor | None, gradients: Sequence[Tensor]) -> None:
-        """Copy the reduced gradients back."""
+    def copy_back(self, part: GradBucket, gradients: Sequence[Tensor], phases: Phases) -> Phases:
+        """Run the part's hook, and copy the reduced gradients back."""
+        result = yield from phases
         if result is not None:
-            bucket.set_buffer(result.view(-1))
-        for gradient, position in zip(bucket.gradients(), self.positions, strict=True):
+            part.set_buffer(result.view(-1))
+        for gradient, position in zip(part.gradients(), self._positions, strict=True):
             gradients[position].copy_(gradient)
+        return None
 
 
-class _All:
-    """Several collectives in flight, as one."""
-
-    def __init__(self, handles: Sequence[Waitable]) -> None:
-        self._handles = handles
-
-    def done(self) -> bool:
-        return all(is_done(handle) for handle in self._handles)
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
+def _side_by_side(running: Sequence[Phases]) -> Generator[requests.Request, Any, None]:
+    """Run several generators of requests, each one's next request together with the others'."""
+    answers: dict[int, Any] = dict.fromkeys(range(len(running)))
+    while answers:
+        asked: dict[int, requests.Request] = {}
+        for n, answer in answers.items():
+            with suppress(StopIteration):
+                asked[n] = running[n].send(answer)
+        answers = dict.fromkeys(asked)
+        for kind in (requests.InOrder, requests.EndOfBackward):  # places in the order of buckets, which all parts share
+            if any(isinstance(request, kind) for request in asked.values()):
+                yield kind()
+        together = {
+            n: request
+            for n, request in asked.items()
+            if not isinstance(request, (requests.InOrder, requests.EndOfBackward))
+        }
+        if together:
+            answers.update(zip(together, (yield requests.Together(list(together.values()))), strict=True))
 
 
 @dataclass(frozen=True)
@@ -243,8 +258,8 @@ class Stage:
     """A hook and the training step from which it is used.
 
     Args:
-        step: the first training step of the stage.
-        hook: a short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
+        step: First training step of the stage.
+        hook: A short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
     """
 
     step: int
@@ -266,11 +281,11 @@ class Schedule(CommHook):
     with error feedback has not sent when its stage ends stays with it, and is sent if its turn comes again.
 
     Args:
-        stages: by step, ascending; before the first one the mean is exact.
+        stages: Stages by step, ascending; before the first one the mean is exact.
 
     Raises:
-        TypeError: something that is no stage, or no hook.
-        ValueError: no stage, or steps that do not ascend.
+        TypeError: Something that is no stage, or no hook.
+        ValueError: No stage, or steps that do not ascend.
 
     Example:
         >>> Schedule([Stage(0, "bf16"), Stage(1000, PowerSGD(rank=2, start_iter=0))])
@@ -293,27 +308,31 @@ class Schedule(CommHook):
         """Return the hooks of the stages."""
         return [stage.hook for stage in self.stages]
 
+    def replicas_differ_from(self) -> int | None:
+        """Return the first step at which the hook of a stage, while it lasts, says so."""
+        ends = [*(stage.step for stage in self.stages[1:]), math.inf]
+        starts = [
+            max(stage.step, step)
+            for stage, end in zip(self.stages, ends, strict=True)
+            if (step := first_difference([stage.hook])) is not None and step < end
+        ]
+        return min(starts, default=None)
+
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the hooks of all stages."""
         return _BoundSchedule(self, context)
 
 
-class _BoundSchedule(BoundHook):
+class _BoundSchedule(_Composed):
     name = "Schedule"
-    casts_itself = True
 
     def __init__(self, config: Schedule, context: BindContext) -> None:
         stages = list(config.stages)
         if stages[0].step > 0:
             stages.insert(0, Stage(0, None))
+        super().__init__([bind_with_cast(resolve_hook(stage.hook) or AllReduce(), context) for stage in stages])
         self._first_steps = [stage.step for stage in stages]
-        self._children = [bind_for_wire(resolve_hook(stage.hook) or AllReduce(), context) for stage in stages]
-        self.one_at_a_time = any(child.one_at_a_time for child in self._children)
         self._step = context.step
-
-    def _now(self) -> BoundHook:
-        step = self._step()
-        return self._children[max(n for n, first in enumerate(self._first_steps) if first <= step)]
 
     def group_of(self, name: str, param: Tensor) -> Hashable:
         # Buckets are laid out once, so they serve all stages.
@@ -321,27 +340,6 @@ class _BoundSchedule(BoundHook):
         return keys if any(key is not None for key in keys) else None
 
     def reduce(self, bucket: GradBucket) -> Phases:
-        return (yield from phases_of(self._now(), bucket))
-
-    def stats(self) -> dict[str, Any]:
-        return {f"{n} {child.name}": child.stats() for n, child in enumerate(self._children)}
-
-    def rescale(self, factor: float) -> None:
-        for child in self._children:
-            child.rescale(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        return tagged(self.name, {"hooks": [child.state_dict() for child in self._children]})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_children(self.name, self._children, state)
-
-
-def _load_children(name: str, children: Sequence[BoundHook], state: Mapping[str, Any]) -> None:
-    if not state:
-        return
-    states = untagged(name, state)["hooks"]
-    if len(states) != len(children):
-        raise ValueError(f"Expected the state of {len(children)} hooks of {name}, found {len(states)}.")
-    for child, its_state in zip(children, states, strict=True):
-        child.load_state_dict(its_state)
+        step = self._step()
+        now = max(n for n, first in enumerate(self._first_steps) if first <= step)
+        return (yield from phases_of(self._children[now], bucket))

@@ -1,12 +1,10 @@
-"""What a communication hook is: the role, what it is bound to, and what counts as its result.
+"""What a communication hook is, and what it is bound to.
 
 Three forms of one thing:
   * a function ``hook(state, bucket) -> Future[Tensor] | Tensor``: torch's contract (`FunctionHook` runs it);
   * a `CommHook`: what a user declares; picklable, and it holds no process group;
-  * a `BoundHook`: a `CommHook` at setup, with its groups and its state.
-
-A bound hook is a generator of requests (reducer/requests.py), which a queue carries out in an order that is the same on
-all ranks (reducer/queue.py): it issues no collective itself.
+  * a `BoundHook`: a `CommHook` at setup, with its state; a generator of requests (reducer/requests.py), which a queue
+    carries out in an order that is the same on all ranks (reducer/queue.py).
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +23,6 @@ from lightning_ddp_hooks.reducer.queue import is_done as is_done
 from lightning_ddp_hooks.reducer.queue import phases_of as phases_of
 from lightning_ddp_hooks.reducer.requests import Phases as Phases
 from lightning_ddp_hooks.reducer.requests import Subgroup as Subgroup
-from lightning_ddp_hooks.reducer.requests import Waitable as Waitable
 
 HookFunction = Callable[[Any, Any], Any]
 
@@ -41,7 +38,7 @@ class BindContext:
         step: Returns the current training step (the clock of the strategy).
         subgroup: Makes groups of parts of the ranks and returns this rank's part, for requests that are limited to it;
             collective. See `CollectiveQueue.subgroup`.
-        wire_dtype: Dtype in which a hook that can choose is to send what it would send in floating point (`Cast` sets
+        comm_dtype: Dtype in which a hook that can choose is to send what it would send in floating point (`Cast` sets
             it); None for the dtype of the gradients. See `BoundHook.casts_itself`.
     """
 
@@ -50,7 +47,7 @@ class BindContext:
     params: Sequence[Tensor]
     step: Callable[[], int]
     subgroup: Callable[[Sequence[Sequence[int]]], Subgroup]
-    wire_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
 
     @property
     def world_size(self) -> int:
@@ -64,46 +61,58 @@ class BindContext:
 
 
 class BoundHook(ABC):
-    """A hook at work: it has its groups and its state.
+    """A hook at work, with its state.
+
+    Example:
+        The mean of positive and of negative parts, in two collectives. Each `yield` hands over a request and returns
+        its result; meanwhile the backward and other buckets go on.
+
+        >>> class BoundHalves(BoundHook):
+        ...     name = "Halves"
+        ...
+        ...     def reduce(self, bucket):
+        ...         buffer = bucket.buffer()
+        ...         positive = yield requests.AllReduce(buffer.clamp(min=0))
+        ...         negative = yield requests.AllReduce(buffer.clamp(max=0))
+        ...         return (positive + negative) / bucket.divisor
 
     Attributes:
-        name: how messages call it.
-        one_at_a_time: whether a bucket may start only when the one before it is done.
-        casts_itself: whether it sends in ``BindContext.wire_dtype``, so that `Cast` need not cast the bucket for it.
-        takes_divided: whether gradients may come divided already (the bucket's divisor is 1 then), which costs
+        name: Name in messages and checkpoints.
+        one_at_a_time: Whether a bucket may start only when the one before it is done.
+        casts_itself: Whether it sends in ``BindContext.comm_dtype``, so that `Cast` need not cast the bucket for it.
+        takes_divided: Whether gradients may come divided already (the bucket's divisor is 1 then), which costs
             nothing in the copy into the bucket.
-        carries_tail: whether it sums, and does nothing else, so that a count of the reducer's can travel behind the
-            gradients; see `take_wire`.
+        keeps_state: Whether results depend on earlier gradients (error feedback, factors of the last step). After a
+            backward that was broken off by an error, a run goes on only with a hook that does not.
     """
 
     name: str = "hook"
     one_at_a_time: bool = False
     casts_itself: bool = False
     takes_divided: bool = False
-    carries_tail: bool = False
+    keeps_state: bool = False
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Phases:
         """Reduce one bucket; may overwrite its buffer.
 
-        The gradients in the bucket are sums to be divided by ``bucket.divisor``. Called in bucket order.
+        The gradients in the bucket are sums to be divided by ``bucket.divisor``. Called in bucket order. A generator:
+        yields the same kinds of requests on all ranks, and returns the reduced tensor, or None if it is in the bucket.
         """
 
     def group_of(self, name: str, param: Tensor) -> Hashable:
         """Return a key for a parameter; parameters with different keys do not share a bucket."""
         return None
 
-    def take_wire(self, index: int, wire: Tensor) -> None:  # noqa: B027  (for hooks that carry the tail)
-        """Be given, before `reduce`, a bucket's buffer and its tail as one tensor, to be summed in one collective."""
-
     def stats(self) -> dict[str, Any]:
         """Return facts for reports, such as a compression rate; may wait for the device."""
         return {}
 
     def rescale(self, factor: float) -> None:  # noqa: B027  (most hooks keep nothing)
-        """Multiply what is kept of earlier gradients: from now on gradients come that many times as large.
+        """Multiply what is kept of earlier gradients, since a GradScaler has changed the scale of the loss.
 
-        So it is when a GradScaler has changed the scale of the loss.
+        Args:
+            factor: New scale divided by the old one.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +120,7 @@ class BoundHook(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned, maybe with another number of ranks."""
+        """Restore what `state_dict` returned, maybe with another number of ranks."""
         if state:
             raise ValueError(
                 f"Communication hook {self.name} has no state, but the checkpoint holds that of {state.get('hook')!r}: "
@@ -123,11 +132,18 @@ class CommHook(ABC):
     """A hook as the user declares it: picklable, keyword-only, without process group.
 
     Example:
-        >>> Trainer(strategy=DDPHooksStrategy(comm_hook=TorchHook(hook=my_hook, state=my_state)))
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Halves(CommHook):
+        ...     def bind(self, context):
+        ...         return BoundHalves()
+        ...
+        ...     def replicas_differ_from(self):
+        ...         return None  # a sum over all ranks is the same on all of them
+        >>> Trainer(strategy=DDPHooksStrategy(comm_hook=Halves()))
 
     Attributes:
-        is_plain_mean: whether it is the mean that the reducer itself computes, faster than through a hook.
-        delayed_by: the name of its setting for the step up to which it is the plain mean, or None.
+        is_plain_mean: Whether it is the mean that the reducer itself computes, faster than through a hook.
+        delayed_by: Name of its setting for the step up to which it is the plain mean, or None.
     """
 
     is_plain_mean = False
@@ -138,20 +154,37 @@ class CommHook(ABC):
         """Make the hook that works, for these ranks and parameters; collective.
 
         Raises:
-            ValueError: what the hook cannot take: a world size, a dtype, a group specification.
+            ValueError: What the hook cannot take: a world size, a dtype, a group specification.
         """
+
+    def replicas_differ_from(self) -> int | None:
+        """Return the first step from which ranks may get different gradients, or hold different models; None for never.
+
+        The default is 0, since nothing is known of a hook that does not say: a sharded optimizer, which steps each
+        parameter on one rank for all, refuses it, and replicas are not compared. A hook that gives all ranks the same
+        result overrides this to return None.
+        """
+        return 0
 
     def inner_hooks(self) -> Sequence[Any]:
         """Return the hooks that it is composed of, as they were declared: short names too.
 
         By default those of a dataclass's fields that are hooks, or lists of hooks. A hook that takes others by their
-        short names, or is no dataclass, returns them here: what ranks expect of each other follows from all of them.
+        short names, or is no dataclass, returns them here.
         """
         declared: Any = self
         entries = fields(declared) if is_dataclass(declared) else ()
         values = [getattr(self, entry.name, None) for entry in entries]
         flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
         return [value for value in flat if isinstance(value, CommHook)]
+
+
+class ReplicatingHook(CommHook):
+    """Base of hooks that give all ranks the same result."""
+
+    def replicas_differ_from(self) -> int | None:
+        """Return None: never."""
+        return None
 
 
 def declaration_text(hook: object) -> str:
@@ -173,3 +206,30 @@ def hook_name(hook: object) -> str:
     """Name a hook in a message, whether it is a function, a partial or an object."""
     inner = getattr(hook, "func", hook)  # functools.partial
     return str(getattr(inner, "__qualname__", None) or type(inner).__qualname__)
+
+
+def require_types(
+    declaration: object, *, whole: Sequence[str] = (), numbers: Sequence[str] = (), flags: Sequence[str] = ()
+) -> None:
+    """Check the types of a declaration's settings; None will do where it is the default.
+
+    Args:
+        declaration: A dataclass.
+        whole: Names of settings that are whole numbers.
+        numbers: Names of settings that are any numbers.
+        flags: Names of settings that are True or False.
+
+    Raises:
+        TypeError: A setting of another type; names it.
+    """
+    for names, kinds, expected in (
+        (whole, (int,), "a whole number"),
+        (numbers, (int, float), "a number"),
+        (flags, (bool,), "True or False"),
+    ):
+        for name in names:
+            value = getattr(declaration, name)
+            if value is None and getattr(type(declaration), name, 0) is None:
+                continue
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise TypeError(f"Expected {expected} for `{name}`, got {value!r}.")

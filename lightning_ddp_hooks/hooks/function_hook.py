@@ -14,14 +14,19 @@ from lightning_ddp_hooks.hooks.contract import (
     check_result,
     describe,
     hook_name,
+    require_types,
 )
-from lightning_ddp_hooks.hooks.values import require_types
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
+_QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
 # Of torch's hooks and ours, those that issue one collective and none from a callback.
-_KNOWN_SIMPLE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
+_ONE_COLLECTIVE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
 # Ours only: torch's hooks of these names issue a second collective from a callback.
-_OURS_SIMPLE = {"quantization_pertensor_hook", "quantization_perchannel_hook", "post_local_sgd_hook"}
+_OURS_ONE_COLLECTIVE = _QUANTIZATION | {"post_local_sgd_hook"}
+_STATELESS = _ONE_COLLECTIVE | _QUANTIZATION
+_SAME_ON_ALL_RANKS = _STATELESS - {"noop_hook"} | {"powersgd_hook", "powerSGD_hook"}
+_SAME_ON_ALL_RANKS |= {"batched_powersgd_hook", "batched_powerSGD_hook"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +36,12 @@ class TorchHook(CommHook):
     The gradients in the bucket are not divided. The function may be a partial, a lambda, a method or a callable object.
 
     Args:
-        hook: the function; see https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
-        state: handed to each call untouched.
-        one_at_a_time: start a bucket only when the one before it is done. None decides: False for those of torch's
+        hook: Function; see https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
+        state: Object that is handed to each call untouched.
+        one_at_a_time: Start a bucket only when the one before it is done. None decides: False for those of torch's
             hooks that issue one collective, else True, since a hook that issues collectives from completion callbacks
             (torch's PowerSGD) mixes up ranks when several buckets are in flight.
-        reads_divisor: whether the function divides by ``bucket.divisor`` and not by the number of ranks, which differ
+        reads_divisor: Whether the function divides by ``bucket.divisor`` and not by the number of ranks, which differ
             under `DataParallel.join` only; the result of one that does not is rescaled then. None decides: True for our
             functions, else False.
 
@@ -59,18 +64,36 @@ class TorchHook(CommHook):
             raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
         require_types(self, flags=("one_at_a_time", "reads_divisor"))
 
+    def replicas_differ_from(self) -> int | None:
+        """Return None for the functions of torch and of this package that are known to be the same on all ranks.
+
+        Of any other function nothing is known: 0.
+        """
+        if self._is_named("post_local_sgd_hook", "post_localSGD_hook"):
+            return int(getattr(self.state, "start_localSGD_iter" if self._is_torchs() else "start_local_sgd_iter", 0))
+        return None if self._is_named(*_SAME_ON_ALL_RANKS) else 0
+
     def bind(self, context: BindContext) -> BoundHook:
         """Wrap the function; its state is its own."""
-        module, name = getattr(self.hook, "__module__", "") or "", getattr(self.hook, "__name__", "")
-        serial = self.one_at_a_time
+        serial, reads = self.one_at_a_time, self.reads_divisor
         if serial is None:
-            ours = module.startswith("lightning_ddp_hooks.")
-            simple = name in _KNOWN_SIMPLE and (ours or module.startswith("torch."))
-            serial = not (simple or (ours and name in _OURS_SIMPLE))
-        reads = self.reads_divisor
+            simple = self._is_named(*_ONE_COLLECTIVE) or (self._is_ours() and self._is_named(*_OURS_ONE_COLLECTIVE))
+            serial = not simple
         if reads is None:
-            reads = module.startswith("lightning_ddp_hooks.")
-        return _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
+            reads = self._is_ours()
+        bound = _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
+        bound.keeps_state = not self._is_named(*_STATELESS)
+        return bound
+
+    def _is_ours(self) -> bool:
+        return (getattr(self.hook, "__module__", "") or "").startswith("lightning_ddp_hooks.")
+
+    def _is_torchs(self) -> bool:
+        return (getattr(self.hook, "__module__", "") or "").startswith("torch.")
+
+    def _is_named(self, *names: str) -> bool:
+        """Tell whether it is a function of torch or of this package with one of these names."""
+        return getattr(self.hook, "__name__", "") in names and (self._is_ours() or self._is_torchs())
 
 
 class _BoundFunction(BoundHook):
@@ -88,7 +111,7 @@ class _BoundFunction(BoundHook):
         if not hasattr(returned, "wait") and not hasattr(returned, "value"):
             check_result(self.name, bucket, returned)  # raises
         handle = _Handle(returned)
-        yield handle
+        yield requests.Wait(handle)
         return self._rescaled(bucket, self._result(bucket, handle))
 
     def _rescaled(self, bucket: GradBucket, result: Tensor) -> Tensor:
@@ -108,7 +131,7 @@ class _BoundFunction(BoundHook):
 
 
 class _Handle:
-    """A future, a work or any object with ``wait()`` or ``value()``, under one face."""
+    """Wraps a future, a work or any object with ``wait()`` or ``value()``."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

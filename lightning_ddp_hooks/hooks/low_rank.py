@@ -36,11 +36,11 @@ class MatrixSlot:
     """One matrix within a flat buffer.
 
     Attributes:
-        key: the parameter's name (or whatever the state of the matrix is kept under).
-        offset: where it begins in the buffer.
-        rows: number of rows; each is contiguous.
-        cols: number of columns.
-        rank: of its approximation.
+        key: Name of the parameter, or whatever the state of the matrix is kept under.
+        offset: Offset in the buffer.
+        rows: Number of rows; each is contiguous.
+        cols: Number of columns.
+        rank: Rank of its approximation.
     """
 
     key: str
@@ -77,10 +77,10 @@ class MatrixBatch:
         buffer   ..[ M0 ].....[ M1 ].....[ M2 ]...        view (3, rows, cols), strides (distance, cols, 1)
 
     Attributes:
-        slots: the matrices, in the order of the buffer.
-        distance: from the beginning of one to that of the next, in elements.
-        left_offset: where their left factors begin among all left factors; one behind the other.
-        right_offset: the same for right factors.
+        slots: Matrices, in the order of the buffer.
+        distance: Number of elements from the beginning of one to that of the next.
+        left_offset: Offset of their left factors among all left factors.
+        right_offset: Offset of their right factors among all right factors.
     """
 
     slots: tuple[MatrixSlot, ...]
@@ -218,7 +218,7 @@ def orthonormalize_(block: Tensor, epsilon: float = 0.0) -> None:
     count, rank, _ = block.shape
     if rank == 1:
         normalize_rows_(block, epsilon)
-    elif epsilon > 0 or (rank <= _DEVICE_GRAM_SCHMIDT_RANK if block.is_cuda else count >= _MANY_MATRICES):
+    elif epsilon > 0 or (rank <= _DEVICE_GRAM_SCHMIDT_RANK if not block.is_cpu else count >= _MANY_MATRICES):
         _gram_schmidt_(block, epsilon)
     else:
         block.copy_(torch.linalg.qr(block.transpose(1, 2)).Q.transpose(1, 2))
@@ -248,8 +248,8 @@ class Rows:
     """Rows of various lengths, one behind the other in a flat tensor: what is done to all of them in a few kernels.
 
     Args:
-        lengths: of the rows.
-        device: where the flat tensors are.
+        lengths: Lengths of the rows.
+        device: Device of the flat tensors.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -296,7 +296,7 @@ def write_rest(out: Tensor, matrix: Tensor, left: Tensor, right: Tensor) -> None
 def _as_outer_products(out: Tensor, left: Tensor) -> bool:
     """Tell whether to add up outer products: on the CPU, large products of few rows are slow as matrix products."""
     rank = left.shape[1]
-    return not out.is_cuda and rank <= _OUTER_RANK and out.shape[1] * out.shape[2] >= _OUTER_NUMEL * rank
+    return out.is_cpu and rank <= _OUTER_RANK and out.shape[1] * out.shape[2] >= _OUTER_NUMEL * rank
 
 
 def random_rows(key: str, rank: int, length: int, seed: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Any of our hooks on torch's own DDP: all phases run inside one call, by torch's contract."""
+"""Any of our hooks on torch's own DDP: all its requests are carried out inside one call, by torch's contract."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
 from collections.abc import Iterable, Mapping
@@ -8,25 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import AllReduce
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, phases_of
+from lightning_ddp_hooks.hooks.allreduce import AllReduce, divisor_of, done
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 
 
 class TorchDDPState:
     """The state that `run_on_torch_ddp` takes: a hook, its ranks, and the number of steps so far.
 
     Args:
-        hook: a short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
-        process_group: the ranks; None for all.
-        module: the module that is trained (not the wrapper). With it state is kept under the names of its parameters;
+        hook: A short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
+        process_group: Ranks to reduce over; None for all.
+        module: Module that is trained (not the wrapper). With it state is kept under the names of its parameters;
             without it under numbers, in the order in which torch hands the parameters out.
 
     Attributes:
-        hook: the declaration.
-        bound: the hook at work; None before the first bucket.
-        steps: number of backwards so far, which is the hook's clock.
+        hook: Declaration.
+        bound: Hook at work; None before the first bucket.
+        steps: Number of backwards so far, which is the hook's clock.
 
     Example:
         >>> state = TorchDDPState(PowerSGD(rank=2, start_iter=0), module=model)
@@ -44,6 +45,7 @@ class TorchDDPState:
         self.process_group = process_group
         self.bound: BoundHook | None = None
         self.steps = 0
+        self._queue: CollectiveQueue | None = None
         # Parameters by identity, since torch's buckets do not name them; the value holds the parameter, and so the id.
         self._names: dict[int, tuple[str, Tensor]] = {}
         if module is not None:
@@ -54,18 +56,33 @@ class TorchDDPState:
         """Bind the hook; collective, at the first bucket."""
         group = comm.resolve_group(self.process_group)
         known = list(params)
+        # At once, and so in torch's order of buckets: nothing else moves a bucket on after its call.
+        queue = CollectiveQueue(group, at_once=True)
         context = BindContext(
-            group=group,
             control_group=comm.new_group(group, cpu=True),
             names=self.names_of(known),
             params=known,
             step=lambda: self.steps,
-            new_group=lambda parent: parent,  # phases run one after the other here, so that one group does for all
+            subgroup=queue.subgroup,
         )
-        self.bound = self.hook.bind(context)
+        self.bound = queue.hook = self.hook.bind(context)
+        self._queue = queue
         if self._loaded is not None:
             self.bound.load_state_dict(self._loaded)
         return self.bound
+
+    def reduce(self, bucket: GradBucket) -> Tensor:
+        """Run the hook on a bucket from beginning to end; return the reduced values."""
+        if self.bound is None or self._queue is None:
+            self.bind(bucket.parameters())
+        assert self.bound is not None
+        assert self._queue is not None
+        if self.bound.takes_divided:
+            with torch.no_grad():
+                bucket.buffer().mul_(1.0 / bucket.divisor)
+        result = self._queue.launch(bucket).wait()
+        self._queue.forget()
+        return result
 
     def names_of(self, params: Iterable[Tensor]) -> tuple[str, ...]:
         """Return the parameters' names, or numbers given in order of appearance."""
@@ -80,7 +97,7 @@ class TorchDDPState:
         return {"steps": self.steps, "hook": self.bound.state_dict() if self.bound is not None else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned, maybe with another number of ranks."""
+        """Restore what `state_dict` returned, maybe with another number of ranks."""
         self.steps = int(state["steps"])
         self._loaded = state["hook"]
         if self.bound is not None:
@@ -124,39 +141,19 @@ class _BucketOfTorch(GradBucket):
 
 
 def run_on_torch_ddp(state: TorchDDPState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket of torch's DDP with the hook in ``state``, all phases at once; see `TorchDDPState`.
+    """Reduce a bucket of torch's DDP with the hook in ``state``, from beginning to end; see `TorchDDPState`.
 
     On the CPU the call returns when the bucket is reduced, so nothing overlaps; on a device the collectives are only
     queued. Our own reducer, given the declaration, overlaps phases and buckets.
 
     Args:
-        state: the hook, its ranks and its clock.
-        bucket: the gradients, not divided.
+        state: Hook, its ranks and its clock.
+        bucket: Gradients, not divided.
     """
     params = list(bucket.parameters())
-    bound = state.bound or state.bind(params)
-    group = comm.resolve_group(state.process_group)
     names = getattr(bucket, "names", None) or state.names_of(params)
-    divisor = float(getattr(bucket, "divisor", comm.world_size(group)))
-    seen = _BucketOfTorch(bucket, names, params, divisor)
-    result = run_phases(bound, seen)
+    divisor = divisor_of(bucket, comm.resolve_group(state.process_group))
+    result = state.reduce(_BucketOfTorch(bucket, names, params, divisor))
     if bucket.is_last():
         state.step_ended()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(result)
-    return future
-
-
-def run_phases(bound: BoundHook, bucket: GradBucket) -> Tensor:
-    """Run all phases of a hook on one bucket, waiting for each; return the reduced values."""
-    if bound.takes_divided:
-        with torch.no_grad():
-            bucket.buffer().mul_(1.0 / bucket.divisor)
-        bucket.divisor = 1.0
-    phases = phases_of(bound, bucket)
-    while True:
-        try:
-            with torch.no_grad():
-                next(phases).wait()
-        except StopIteration as end:
-            return bucket.buffer() if end.value is None else end.value
+    return done(result)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.hooks.allreduce import divisor_of, done
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Subgroup, require_types
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
-from lightning_ddp_hooks.hooks.values import require_types
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
@@ -78,51 +79,42 @@ class PostLocalSGD(CommHook):
             parts = equal_parts(self.subgroup_size, context.world_size)
         else:
             parts = same_host(context.control_group)
-        subgroup = context.split_group(context.group, parts)
+        subgroup = context.subgroup(parts)
         return _BoundPostLocalSGD(self.start_local_sgd_iter, context, subgroup, len(parts))
 
-    def wire_bytes(self, numel: int, world_size: int, itemsize: int = 4) -> int:
-        """Return how many bytes a rank sends to others for a bucket of ``numel`` elements.
-
-        Args:
-            numel: elements of the bucket.
-            world_size: number of ranks that average: all of them before the switch, those of the subgroup after it.
-            itemsize: bytes of an element.
-        """
-        return 2 * (world_size - 1) * numel * itemsize // world_size
+    def replicas_differ_from(self) -> int | None:
+        """Return the first step with the subgroup's mean."""
+        return self.start_local_sgd_iter
 
 
 class _BoundPostLocalSGD(BoundHook):
-    """The subgroup that this rank is in, and the ranks before the switch.
+    """The mean over all ranks before the switch, and over this rank's subgroup after it.
 
     Attributes:
-        subgroups: in how many parts the ranks average after the switch; with 1 of them, their models stay the same.
+        subgroups: Number of parts in which the ranks average after the switch; if it is 1, their models stay the same.
     """
 
     name = "PostLocalSGD"
 
-    def __init__(self, start: int, context: BindContext, subgroup: comm.ProcessGroup | None, subgroups: int) -> None:
+    def __init__(self, start: int, context: BindContext, subgroup: Subgroup | None, subgroups: int) -> None:
         self.subgroups = subgroups
         self._start = start
         self._step = context.step
-        self._group = context.group
         self._world_size = context.world_size
         self._subgroup = subgroup
-        self._subgroup_size = 1 if subgroup is None else comm.world_size(subgroup)
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()
-        local = self._step() >= self._start
-        group = self._subgroup if local else self._group
-        size = self._subgroup_size if local else self._world_size
+        subgroup = self._subgroup if self._step() >= self._start else None
+        if self._step() >= self._start and subgroup is None:
+            return None
         # A divisor other than the number of ranks means that some of them have no data; their share is taken to be the
         # same in each subgroup.
-        if group is not None and buffer.numel():
+        size = self._world_size if subgroup is None else len(subgroup.ranks)
+        if buffer.numel():
             buffer.mul_(self._world_size / (bucket.divisor * size))
             if size > 1:
-                work = comm.all_reduce(buffer, group)
-                yield work
-                work.wait()
+                yield requests.AllReduce(buffer, subgroup)
         return None
 
 
@@ -172,14 +164,11 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) 
     state.iter += bucket.is_last()
     buffer = bucket.buffer()
     if local and not state.post_local_gradient_allreduce:
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return done(buffer)
     group = state.subgroup if local else state.process_group
     assert group is not None
     everyone = comm.world_size(state.process_group)
-    divisor = float(getattr(bucket, "divisor", everyone))  # our buckets tell, torch's do not
-    buffer.mul_(everyone / (divisor * comm.world_size(group)))
+    buffer.mul_(everyone / (divisor_of(bucket, state.process_group) * comm.world_size(group)))
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 

@@ -11,26 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.allreduce import Mean, narrower
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
-from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
+from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback
 from lightning_ddp_hooks.hooks.low_rank import MatrixSlot, matrix_shape, near_square, worth_compressing, write_product
-from lightning_ddp_hooks.hooks.powersgd_plan import Finite, Plan
+from lightning_ddp_hooks.hooks.powersgd_workspace import NonfiniteGuard, PowerSGDWorkspace
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.state import copy_to_cpu, tagged, untagged, whole_number
-from lightning_ddp_hooks.hooks.values import require_types
+from lightning_ddp_hooks.hooks.workspace import PerBucket
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(CommHook):
+class PowerSGD(ReplicatingHook):
     """Send a rank-``r`` approximation of each gradient matrix, and keep what it misses for the next step.
 
     A matrix M (rows x cols) is sent as P (rows x r) and Q (cols x r): one step of power iteration, that begins where
     the last one ended. Vectors, and matrices that would not shrink enough, travel dense, together with the Ps.
 
-    Wire: ``r * (rows + cols)`` elements for each matrix in place of ``rows * cols``; two collectives per bucket.
+    Sends ``r * (rows + cols)`` elements for each matrix in place of ``rows * cols``; two collectives per bucket.
 
     Args:
         rank: of the approximation. 1 to 4 is usual; a language model may need up to 32.
@@ -45,7 +45,7 @@ class PowerSGD(CommHook):
         batch_same_shape: work on matrices of one shape in one operation where they lie at equal distances in the
             bucket.
 
-    A step whose gradients are not finite on some rank leaves the memory of all ranks as it was, and is counted
+    A step whose gradients are not finite on some rank leaves the residuals of all ranks as they were, and is counted
     (``stats()["steps_not_finite"]``); the gradients come out as NaN, so that a GradScaler or a check sees them.
 
     Differences from torch's ``powerSGD_hook``: state is found by name, so that buckets may be rebuilt and
@@ -90,7 +90,7 @@ class PowerSGD(CommHook):
             )
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Make a group for the second factor."""
+        """Bind the hook."""
         return BoundPowerSGD(self, context)
 
 
@@ -102,7 +102,7 @@ class BatchedPowerSGD(PowerSGD):
     1. What does not fit into the matrix (less than a row) travels dense, instead of padding. The matrices follow the
     buckets, which a resumed run learns anew: nothing that is owed gets lost, but the run is not repeated exactly.
 
-    Wire: about ``2 * rank * sqrt(numel)`` elements for a bucket of ``numel``.
+    Sends about ``2 * rank * sqrt(numel)`` elements for a bucket of ``numel``.
 
     Args:
         rank: see `PowerSGD`, as for all others.
@@ -127,14 +127,14 @@ class BatchedPowerSGD(PowerSGD):
             )
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Make a group for the second factor."""
+        """Bind the hook."""
         return BoundPowerSGD(self, context, whole_bucket=True)
 
 
 class BoundPowerSGD(BoundHook):
     """PowerSGD at work.
 
-    One bucket, with phases of its own groups ("sum" is over the ranks):
+    One bucket ("sum" is over the ranks):
 
         M = gradient + error    P = M Q --sum--> orthonormal P    Q = M^T P --sum--> gradient = P Q^T
                                 dense   --sum--> dense            (own Q)   ------> error = M - P Q^T
@@ -144,18 +144,17 @@ class BoundPowerSGD(BoundHook):
 
     def __init__(self, config: PowerSGD, context: BindContext, *, whole_bucket: bool = False) -> None:
         self.name = type(config).__name__
+        self.keeps_state = config.error_feedback or config.warm_start
         self._config = config
         self._step = context.step
-        self._group = context.group
-        self._second_group = context.new_group(context.group)
         self._control_group = context.control_group
-        self._wire_dtype = context.wire_dtype
+        self._comm_dtype = context.comm_dtype
         self._whole_bucket = whole_bucket
 
-        self._mean = Mean(context.group, context.wire_dtype)
-        self._error = ErrorMemory()
+        self._mean = Mean(context.comm_dtype)
+        self._error = ErrorFeedback()
         self._right: dict[str, Tensor] = {}  # matrix -> its right factor (rank, length), the last step's Q
-        self._plans: dict[int, Plan] = {}
+        self._workspaces = PerBucket(self._make_workspace)
         self._not_finite: int | Tensor = 0
         self._numel_before = 0
         self._numel_after = 0
@@ -164,78 +163,66 @@ class BoundPowerSGD(BoundHook):
         """Average the bucket: exactly before the first step of compression, approximately from then on."""
         step = self._step()
         if step < self._config.start_iter:
-            yield from self._mean.phases(bucket)
-            return None
-        plan = self._plan(bucket)
-        self._numel_before += plan.numel
-        self._numel_after += plan.compressed_numel
-        if not plan.batches:
-            yield from self._mean.phases(bucket)
-            return None
+            return (yield from self._mean.reduce(bucket))
+        work = self._workspaces.of(bucket)
+        self._numel_before += work.numel
+        self._numel_after += work.compressed_numel
+        if not work.batches:
+            return (yield from self._mean.reduce(bucket))
         # Of a gradient that is not there nothing is learned.
         unused = {name: self._right[name].clone() for name in bucket.unused if name in self._right}
-        with self._error.aside(bucket):
-            yield from self._compress(bucket, plan, step)
+        with self._error.preserve_unused(bucket):
+            yield from self._compress(bucket, work, step)
         for name, factor in unused.items():
             self._right[name].copy_(factor)
         return None
 
-    def _compress(self, bucket: GradBucket, plan: Plan, step: int) -> Phases:
+    def _compress(self, bucket: GradBucket, work: PowerSGDWorkspace, step: int) -> Phases:
         config = self._config
         scale = 1.0 / bucket.divisor
-        matrices = plan.begin(bucket.buffer())
-        error = plan.views(self._error.of(bucket), "error") if config.error_feedback else None
+        matrices = work.begin(bucket.buffer())
+        error = work.views(self._error.of(bucket), "error") if config.error_feedback else None
 
         # First phase: left factors and what is dense. Errors are only read until all is known to be finite.
-        right = plan.starting_right(warm=config.warm_start, seed=config.seed, step=step).mul_(scale)
-        for n, (batch, matrix) in enumerate(zip(plan.batches, matrices, strict=True)):
+        right = work.starting_right(warm=config.warm_start, seed=config.seed, step=step).mul_(scale)
+        for n, (batch, matrix) in enumerate(zip(work.batches, matrices, strict=True)):
             if error is not None:
                 matrix.add_(error[n])
-            torch.bmm(batch.right_view(right), matrix.transpose(1, 2), out=batch.left_view(plan.left))
-        yield comm.all_reduce(plan.pack_first(scale), self._group)
-        finite = plan.unpack_first()
-        if finite.known_false:  # on the CPU all ranks see the same sum and leave the rest out
-            plan.end(poison=True)
-            self._count(finite)
+            torch.bmm(batch.right_view(right), matrix.transpose(1, 2), out=batch.left_view(work.left))
+        yield requests.AllReduce(work.pack_first(scale))
+        guard = work.unpack_first()
+        if guard.known_false:  # on the CPU all ranks see the same sum and leave the rest out
+            work.end(poison=True)
+            self._count(guard)
             return None
 
         # Second phase: right factors.
-        finite.suppress_(plan.left)
-        plan.orthonormalize(config.orthogonalization_epsilon)
-        for batch, matrix in zip(plan.batches, matrices, strict=True):
-            torch.bmm(batch.left_view(plan.left), matrix, out=batch.right_view(plan.own_right))
-        yield comm.all_reduce(plan.pack_second(), self._second_group)
-        finite = plan.unpack_second(scale, finite)
-        self._count(finite)
+        guard.suppress_(work.left)
+        work.orthonormalize(config.orthogonalization_epsilon)
+        for batch, matrix in zip(work.batches, matrices, strict=True):
+            torch.bmm(batch.left_view(work.left), matrix, out=batch.right_view(work.own_right))
+        yield requests.AllReduce(work.pack_second())
+        guard = work.unpack_second(scale, guard)
+        self._count(guard)
 
         # The error is what was not sent; the result takes the place of the gradient.
-        for n, (batch, matrix) in enumerate(zip(plan.batches, matrices, strict=True)):
-            left = batch.left_view(plan.left)
+        for n, (batch, matrix) in enumerate(zip(work.batches, matrices, strict=True)):
+            left = batch.left_view(work.left)
             if error is not None:
-                finite.keep_rest_(error[n], matrix, left, batch.right_view(plan.own_right))
-            write_product(matrix, left, batch.right_view(plan.sum_right))
-        plan.end()
+                guard.keep_rest_(error[n], matrix, left, batch.right_view(work.own_right))
+            write_product(matrix, left, batch.right_view(work.sum_right))
+        work.end()
         return None
 
-    def _count(self, finite: Finite) -> None:
+    def _count(self, guard: NonfiniteGuard) -> None:
         """Count the step if it was not finite."""
-        self._not_finite = self._not_finite + (int(finite.known_false) if finite.flag is None else ~finite.flag)
+        self._not_finite = self._not_finite + (int(guard.known_false) if guard.flag is None else ~guard.flag)
 
-    def _plan(self, bucket: GradBucket) -> Plan:
-        plan = self._plans.get(bucket.index())
-        if plan is None or not (plan.names is bucket.names or plan.names == bucket.names):
-            plan = Plan(
-                bucket,
-                self._slots(bucket),
-                narrower(bucket.buffer().dtype, self._wire_dtype),
-                batched=self._config.batch_same_shape,
-            )
-            plan.adopt(self._right, self._config.seed)
-            # A plan of an earlier layout, whose parameters have moved, holds old factors.
-            moved = set(bucket.names)
-            self._plans = {index: old for index, old in self._plans.items() if moved.isdisjoint(old.names)}
-            self._plans[bucket.index()] = plan
-        return plan
+    def _make_workspace(self, bucket: GradBucket) -> PowerSGDWorkspace:
+        dtype = narrower(bucket.buffer().dtype, self._comm_dtype)
+        work = PowerSGDWorkspace(bucket, self._slots(bucket), dtype, batched=self._config.batch_same_shape)
+        work.adopt(self._right, self._config.seed)
+        return work
 
     def _slots(self, bucket: GradBucket) -> list[MatrixSlot]:
         """Find the matrices in the bucket that are worth it."""
@@ -258,7 +245,7 @@ class BoundPowerSGD(BoundHook):
         ]
 
     def stats(self) -> dict[str, Any]:
-        """Return how much was compressed, and how many steps were left out of the error memory.
+        """Return how much was compressed, and how many steps were left out of the residuals.
 
         Returns:
             ``numel_before`` and ``numel_after`` (elements that would have been and were handed to collectives since
@@ -289,13 +276,13 @@ class BoundPowerSGD(BoundHook):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up errors and factors; factors of another rank or size are drawn anew."""
+        """Restore errors and factors; factors of another rank or size are drawn anew."""
         if not state:
             return
         content = untagged(self.name, state)
         self._error.load_state_dict(content["error"])
         self._right = {key: factor.clone() for key, factor in content["right"].items()}
-        self._plans.clear()
+        self._workspaces.clear()
         self._not_finite = whole_number(content["steps_not_finite"])
 
 

@@ -20,16 +20,16 @@ class PowerSGDState(TorchDDPState):
     they overlap the phases of several buckets.
 
     Args:
-        process_group: the ranks; None for all.
-        matrix_approximation_rank: see ``rank`` of `PowerSGD`.
-        start_powerSGD_iter: see ``start_iter``; may be 0.
-        min_compression_rate: see `PowerSGD`.
-        use_error_feedback: see ``error_feedback``.
-        warm_start: see `PowerSGD`.
-        orthogonalization_epsilon: see `PowerSGD`.
-        random_seed: see ``seed``.
-        compression_stats_logging_frequency: after how many steps of compression the statistics are logged again.
-        batch_tensors_with_same_shape: see ``batch_same_shape``.
+        process_group: Ranks to average over; None for all.
+        matrix_approximation_rank: See ``rank`` of `PowerSGD`.
+        start_powerSGD_iter: See ``start_iter``; may be 0.
+        min_compression_rate: See `PowerSGD`.
+        use_error_feedback: See ``error_feedback``.
+        warm_start: See `PowerSGD`.
+        orthogonalization_epsilon: See `PowerSGD`.
+        random_seed: See ``seed``.
+        compression_stats_logging_frequency: Steps of compression from one log of the statistics to the next.
+        batch_tensors_with_same_shape: See ``batch_same_shape``.
 
     Example:
         >>> state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
@@ -64,7 +64,7 @@ class PowerSGDState(TorchDDPState):
         self._next_log = start_powerSGD_iter
 
     def use_batched(self) -> None:
-        """Have the whole bucket be the matrix."""
+        """Compress whole buckets, as one matrix each."""
         if self.bound is None:
             self.hook = self._batched
         elif self.hook is not self._batched:
@@ -77,7 +77,7 @@ class PowerSGDState(TorchDDPState):
         return (before / after if after else 0.0, before, after)
 
     def step_ended(self) -> None:
-        """Log the statistics now and then."""
+        """Count a backward, and log the statistics now and then."""
         super().step_ended()
         if self.steps > self._next_log:
             self._next_log = self.steps + self._log_every

@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.hooks.allreduce import divisor_of, done
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
 from lightning_ddp_hooks.hooks.kernels import affine_decode, affine_encode
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
-from lightning_ddp_hooks.hooks.values import require_types
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizePerTensor(CommHook):
+class QuantizePerTensor(ReplicatingHook):
     """Sends 8 bits per gradient and one scale per bucket, to everybody.
 
     Wire bytes per element: 1 times ``world_size - 1``, so it grows with the number of ranks and passes that of float32
@@ -38,16 +39,12 @@ class QuantizePerTensor(CommHook):
     """
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Take the reducer's group."""
+        """Bind the hook."""
         return _GatherHook("QuantizePerTensor", context, None)
-
-    def wire_bytes(self, numel: int, world_size: int) -> int:
-        """Return how many bytes a rank sends to others for a bucket of ``numel`` elements."""
-        return (world_size - 1) * _Rows.build(numel, None).message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizePerChannel(CommHook):
+class QuantizePerChannel(ReplicatingHook):
     """Sends 8 bits per gradient and a scale for each ``bucket_size`` of them, to everybody.
 
     Wire bytes per element: ``1 + 5 / bucket_size`` times ``world_size - 1``, so it grows with the number of ranks and
@@ -76,12 +73,8 @@ class QuantizePerChannel(CommHook):
             raise ValueError(f"Expected bucket_size of at least 1, got {self.bucket_size}.")
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Take the reducer's group."""
+        """Bind the hook."""
         return _GatherHook("QuantizePerChannel", context, self.bucket_size)
-
-    def wire_bytes(self, numel: int, world_size: int) -> int:
-        """Return how many bytes a rank sends to others for a bucket of ``numel`` elements."""
-        return (world_size - 1) * _Rows.build(numel, self.bucket_size).message_bytes
 
 
 def quantization_pertensor_hook(
@@ -90,8 +83,8 @@ def quantization_pertensor_hook(
     """Average the bucket in 8 bits with one scale; by torch's contract, for torch's DDP and for our reducer.
 
     Args:
-        process_group: the ranks; None for all.
-        bucket: the gradients, not divided.
+        process_group: Ranks to average over; None for all.
+        bucket: Gradients, not divided.
 
     Returns:
         A future of the mean, which lies in the bucket's buffer. See `QuantizePerTensor`.
@@ -108,8 +101,8 @@ def quantization_perchannel_hook(
     """Average the bucket in 8 bits with a scale per channel; by torch's contract, for torch's DDP and for our reducer.
 
     Args:
-        process_group: the ranks; None for all.
-        bucket: the gradients, not divided.
+        process_group: Ranks to average over; None for all.
+        bucket: Gradients, not divided.
         bucket_size: elements of a channel.
 
     Returns:
@@ -128,15 +121,13 @@ def _gather_mean(
     buffer = bucket.buffer()
     world_size = comm.world_size(group)
     if world_size == 1 or not buffer.numel():
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return done(buffer)
     rows = _Rows.build(buffer.numel(), row_size)
     message = rows.encode(buffer)
     gathered = message.new_empty(world_size, message.numel())
     work = comm.start_all_gather(gathered, message, group)
     # The callback computes only; a collective in it could overtake those of other buckets.
-    divisor = float(getattr(bucket, "divisor", world_size))  # our buckets tell, torch's do not
+    divisor = divisor_of(bucket, group)
     return work.get_future().then(lambda _: rows.decode_mean(gathered, divisor, buffer))
 
 
@@ -145,7 +136,6 @@ class _GatherHook(BoundHook):
 
     def __init__(self, name: str, context: BindContext, row_size: int | None) -> None:
         self.name = name
-        self._group = context.group
         self._world_size = context.world_size
         self._row_size = row_size
 
@@ -157,12 +147,9 @@ class _GatherHook(BoundHook):
         rows = _Rows.build(buffer.numel(), self._row_size)
         with record_function("ldh::quantize"):
             message = rows.encode(buffer)
-        gathered = message.new_empty(self._world_size, message.numel())
-        work = comm.start_all_gather(gathered, message, self._group)
-        yield work
-        work.wait()
+        gathered = yield requests.AllGather(message)
         with record_function("ldh::dequantize"):
-            return rows.decode_mean(gathered, bucket.divisor, buffer)
+            return rows.decode_mean(gathered.view(self._world_size, -1), bucket.divisor, buffer)
 
 
 class _Parts(NamedTuple):

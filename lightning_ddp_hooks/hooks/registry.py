@@ -1,6 +1,6 @@
-"""From what a user may write for a hook (short name, declaration, pair) to the declaration."""
+"""From what a user may write for a hook (short name, declaration, pair) to the declaration, and what it is made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning_ddp_hooks.hooks.contract import CommHook
@@ -23,11 +23,11 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
     """Return the declaration for what the user gave; None for the plain mean, which needs no hook.
 
     Args:
-        hook: a short name, a `CommHook`, a pair ``(state, function)``, or None for the plain mean.
+        hook: A short name, a `CommHook`, a pair ``(state, function)``, or None for the plain mean.
 
     Raises:
-        TypeError: something else.
-        ValueError: an unknown short name; the message lists the known ones.
+        TypeError: Something else.
+        ValueError: An unknown short name; the message lists the known ones.
     """
     if hook is None or isinstance(hook, CommHook):
         return None if hook is None or hook.is_plain_mean else hook
@@ -49,3 +49,19 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
     else:
         got = f"{type(pair).__name__}{'; wrap a function as (None, function)' if callable(pair) else ''}"
     raise TypeError(f"Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got {got}.")
+
+
+def parts_of(hook: CommHook | None) -> Iterator[CommHook]:
+    """Walk a declaration and those that it is composed of; nothing for the plain mean."""
+    if hook is None:
+        return
+    yield hook
+    for inner in hook.inner_hooks():
+        yield from parts_of(resolve_hook(inner))
+
+
+def first_difference(hooks: Iterable[HookLike | None]) -> int | None:
+    """Return the first step from which replicas may differ under any of these hooks; None for never."""
+    declared = (resolve_hook(hook) for hook in hooks)
+    steps = (None if hook is None else hook.replicas_differ_from() for hook in declared)
+    return min((step for step in steps if step is not None), default=None)

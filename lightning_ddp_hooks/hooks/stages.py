@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.hooks.carry_over import CarryOver
 from lightning_ddp_hooks.hooks.chunks import Chunks, Message
+from lightning_ddp_hooks.hooks.error_feedback import ResidualUpdate
 from lightning_ddp_hooks.hooks.kernels import BlockCodec
 from lightning_ddp_hooks.reducer.native import build
 
@@ -36,8 +36,8 @@ class Residuals(NamedTuple):
     server: Tensor
 
 
-class Stages(Protocol):
-    """The three steps; `TorchStages` says what each computes."""
+class TwoStageKernels(Protocol):
+    """The three steps; `TorchKernels` says what each computes."""
 
     def encode(
         self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
@@ -56,17 +56,21 @@ class Stages(Protocol):
         gradient: Tensor,
         factor: float,
         residuals: Residuals | None,
-        carry: CarryOver,
+        update: ResidualUpdate,
     ) -> None:
-        """Bring the residuals up to date, and overwrite ``gradient`` with ``factor`` times all sums."""
+        """Update the residuals, and overwrite ``gradient`` with ``factor`` times all sums."""
+        ...
+
+    def free_scratch(self) -> None:
+        """Free the scratch memory, whose size was that of the largest bucket so far."""
         ...
 
 
-class TorchStages:
+class TorchKernels:
     """The stages in torch operations: on any device, for any dtype, with or without noise.
 
     Args:
-        codec: how blocks become bytes.
+        codec: How blocks become bytes.
     """
 
     def __init__(self, codec: BlockCodec) -> None:
@@ -109,21 +113,25 @@ class TorchStages:
         gradient: Tensor,
         factor: float,
         residuals: Residuals | None,
-        carry: CarryOver,
+        update: ResidualUpdate,
     ) -> None:
         """Update both residuals if all sums are finite; decode."""
         numel, count = buffers.chunks.numel, buffers.chunks.count(rank)
         finite = buffers.received.scales.isfinite().all()  # the same bytes, hence the same answer, on all ranks
-        carry.count(finite)
+        update.count(finite)
         values = self._values(buffers)
         flat = values.view(-1)
         if residuals is not None:
             self._codec.decode(buffers.answer.scales, buffers.answer.codes, values[:1])
-            carry.update(residuals.server, buffers.sum.view(-1)[:count], flat[:count], finite)
+            update.apply(residuals.server, buffers.sum.view(-1)[:count], flat[:count], finite)
             self._codec.decode(buffers.sent.scales, buffers.sent.codes, values)
-            carry.update(residuals.worker, gradient, flat[:numel], finite)
+            update.apply(residuals.worker, gradient, flat[:numel], finite)
         self._codec.decode(buffers.received.scales, buffers.received.codes, values)
         torch.mul(flat[:numel], factor, out=gradient)
+
+    def free_scratch(self) -> None:
+        """Free the scratch memory."""
+        self._scratch.clear()
 
     def _values(self, buffers: StageBuffers) -> Tensor:
         """Return float32 scratch for the values of a bucket; all buckets share it, so it does not outlive a step."""
@@ -135,15 +143,15 @@ class TorchStages:
         return scratch[:needed].view(chunks.world_size, chunks.blocks, chunks.block)
 
 
-class NativeStages:
+class NativeKernels:
     """The stages in C++, each in one pass over memory: for float32 on the CPU without noise.
 
-    int8 and fp8 give the bits that `TorchStages` gives; with one bit the scales may differ in the last bit, since the
-    magnitudes are added in another order. What is not float32 on the CPU goes to `TorchStages`.
+    int8 and fp8 give the bits that `TorchKernels` gives; with one bit the scales may differ in the last bit, since the
+    magnitudes are added in another order. What is not float32 on the CPU goes to `TorchKernels`.
 
     Args:
-        codec: how blocks become bytes.
-        native: the compiled module.
+        codec: How blocks become bytes.
+        native: Compiled module.
     """
 
     def __init__(self, codec: BlockCodec, native: ModuleType) -> None:
@@ -151,7 +159,7 @@ class NativeStages:
         self._add_up = getattr(native, f"add_up_{codec.name}")
         self._carry_over = getattr(native, f"carry_over_{codec.name}")
         self._decode = getattr(native, f"decode_{codec.name}")
-        self._torch = TorchStages(codec)
+        self._torch = TorchKernels(codec)
 
     def encode(
         self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
@@ -182,14 +190,14 @@ class NativeStages:
         gradient: Tensor,
         factor: float,
         residuals: Residuals | None,
-        carry: CarryOver,
+        update: ResidualUpdate,
     ) -> None:
         """Update both residuals if all sums are finite; decode."""
         if not _suits(gradient):
-            self._torch.finish(buffers, rank, gradient, factor, residuals, carry)
+            self._torch.finish(buffers, rank, gradient, factor, residuals, update)
             return
         finite = buffers.received.scales.isfinite().all()
-        carry.count(finite)
+        update.count(finite)
         blocks, block = buffers.chunks.blocks, buffers.chunks.block
         if residuals is not None and finite:
             own_sum = buffers.sum.view(-1)[: buffers.chunks.count(rank)]
@@ -197,15 +205,19 @@ class NativeStages:
             self._carry_over(buffers.sent.bytes, gradient, residuals.worker, blocks, block)
         self._decode(buffers.received.bytes, factor, gradient, blocks, block)
 
+    def free_scratch(self) -> None:
+        """Free the scratch memory of what was left to torch."""
+        self._torch.free_scratch()
+
 
 def _suits(gradient: Tensor) -> bool:
     return gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous()
 
 
-def choose_stages(codec: BlockCodec) -> Stages:
+def choose_kernels(codec: BlockCodec) -> TwoStageKernels:
     """Return the stages in C++ if the native module is built, else those in torch. Ranks need not choose alike."""
     native = _native()
-    return TorchStages(codec) if native is None else NativeStages(codec, native)
+    return TorchKernels(codec) if native is None else NativeKernels(codec, native)
 
 
 @cache

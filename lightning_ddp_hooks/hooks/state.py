@@ -2,14 +2,14 @@
 
 [Note: state of hooks] A hook's state consists of tensors, str, int, float, bool, None, list and dict only, so that it
 loads with ``weights_only=True``. It is the same on all ranks and does not depend on their number or on the buckets:
-what a rank has for itself (error memory) is saved once, as the mean over the ranks by name of parameter, and each
+what a rank has for itself (residuals) is saved once, as the mean over the ranks by name of parameter, and each
 rank starts from the mean. For a linear compressor that changes nothing: what is reduced depends on the sum over the
 ranks only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,34 +120,3 @@ def require_sound(value: object, where: str) -> None:
                 f"The checkpoint is damaged: {where} claims {value.numel()} elements of {value.element_size()} bytes, "
                 f"but holds {stored} bytes."
             )
-
-
-def require_plain(value: object, where: str = "state") -> None:
-    """Raise unless ``value`` consists of what a ``weights_only`` checkpoint may hold.
-
-    Raises:
-        TypeError: something else; names where it lies.
-    """
-    if isinstance(value, Mapping) and type(value) is dict:
-        for key, item in value.items():
-            if not isinstance(key, (str, int)):
-                raise TypeError(f"{where} has a key of type {type(key).__name__}; expected str or int.")
-            require_plain(item, f"{where}[{key!r}]")
-    elif type(value) is list:
-        for position, item in enumerate(value):
-            require_plain(item, f"{where}[{position}]")
-    elif value is not None and type(value) not in (Tensor, torch.Tensor, str, int, float, bool):
-        raise TypeError(
-            f"{where} is a {type(value).__name__}; expected a tensor, str, int, float, bool, None, list or dict."
-        )
-
-
-def names_that_differ(expected: Sequence[str], found: Sequence[str]) -> str:
-    """Tell in a message which names are missing and which are too many."""
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    parts = [
-        f"{label} {', '.join(map(repr, names[:4]))}"
-        for label, names in (("missing", missing), ("unknown", extra))
-        if names
-    ]
-    return "; ".join(parts)

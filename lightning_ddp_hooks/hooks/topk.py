@@ -1,6 +1,6 @@
 """The mean of the largest gradients of each rank; the others wait until they have grown."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.carry_over import CarryOver
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Waitable
-from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
+from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback, ResidualUpdate
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.state import tagged, untagged
-from lightning_ddp_hooks.hooks.values import require_types
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
-_ENTRY_BYTES = 8  # a float32 value and an int32 index
+# Largest bucket whose indices fit into int32.
+_INT32_NUMEL = 1 << 31
 
 # On CPU: how many elements stand for all when the threshold is guessed, and how far below it the guess aims.
 _SAMPLE_EVERY = 64
@@ -27,7 +26,7 @@ _MARGIN = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(CommHook):
+class TopK(ReplicatingHook):
     """Sends the largest entries of each bucket, with their indices, to everybody.
 
     Wire bytes per element: ``8 ratio (world_size - 1)``; it grows with the number of ranks and is less than float32
@@ -74,25 +73,21 @@ class TopK(CommHook):
         return min(max(1, ceil((0.01 if self.ratio is None else self.ratio) * numel)), numel)
 
     def bind(self, context: BindContext) -> BoundHook:
-        """Take the reducer's group."""
+        """Bind the hook."""
         return _BoundTopK(self, context)
-
-    def wire_bytes(self, numel: int, world_size: int) -> int:
-        """Return how many bytes a rank sends to others for a bucket of ``numel`` elements."""
-        return (world_size - 1) * _ENTRY_BYTES * self.entries(numel)
 
 
 class _BoundTopK(BoundHook):
     name = "TopK"
 
     def __init__(self, declared: TopK, context: BindContext) -> None:
+        self.keeps_state = declared.error_feedback
         self._entries = declared.entries
         self._feedback = declared.error_feedback
-        self._group = context.group
         self._control_group = context.control_group
         self._world_size = context.world_size
-        self._memory = ErrorMemory()
-        self._carry = CarryOver()
+        self._residuals = ErrorFeedback()
+        self._update = ResidualUpdate()
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()
@@ -100,49 +95,44 @@ class _BoundTopK(BoundHook):
             buffer.div_(bucket.divisor)
             return None
         if not self._feedback:
-            yield from self._exchange(bucket, None)
-            return None
-        with self._memory.aside(bucket):
-            yield from self._exchange(bucket, self._memory.of(bucket))
-        return None
+            return (yield from self._exchange(bucket, None))
+        with self._residuals.preserve_unused(bucket):
+            return (yield from self._exchange(bucket, self._residuals.of(bucket)))
 
-    def _exchange(self, bucket: GradBucket, residual: Tensor | None) -> Generator[Waitable, None, None]:
+    def _exchange(self, bucket: GradBucket, residual: Tensor | None) -> Phases:
         buffer = bucket.buffer()
         with record_function("ldh::top_k"):
             total = buffer.float() if residual is None else (buffer + residual).float()
-            k = self._entries(total.numel())
-            message = torch.empty(_ENTRY_BYTES * k, dtype=torch.uint8, device=buffer.device)
-            values, indices = message[: 4 * k].view(torch.float32), message[4 * k :].view(torch.int32)
-            chosen = largest(total.abs(), k)
-            indices.copy_(chosen)
-            torch.index_select(total, 0, chosen, out=values)
-        gathered = message.new_empty(self._world_size, message.numel())
-        work = comm.start_all_gather(gathered, message, self._group)
-        yield work
-        work.wait()
+            message = Entries(self._entries(total.numel()), total.numel())
+            packed = message.pack(total, largest(total.abs(), message.k))
+        gathered = yield requests.AllGather(packed)
         with record_function("ldh::add_up"):
-            finite = gathered[:, : 4 * k].view(torch.float32).isfinite().all()
-            self._carry.count(finite)
+            all_indices, all_values = message.unpack(gathered.view(self._world_size, -1))
+            finite = all_values.isfinite().all()
+            self._update.count(finite)
             mean = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
             if residual is not None:
-                sent = mean.index_copy(0, indices.long(), values)
-                self._carry.update(residual, buffer, sent, finite)
-            for theirs in gathered:  # one after the other: within one rank's indices none comes twice
-                mean.index_add_(0, theirs[4 * k :].view(torch.int32), theirs[: 4 * k].view(torch.float32))
+                indices, values = message.unpack(packed)
+                self._update.apply(residual, buffer, mean.index_copy(0, indices.long(), values), finite)
+            for indices, values in zip(
+                all_indices, all_values, strict=True
+            ):  # one after the other: within one rank's indices none comes twice
+                mean.index_add_(0, indices, values)
             torch.mul(mean, 1.0 / bucket.divisor, out=buffer)
+        return None
 
     def stats(self) -> dict[str, Any]:
         """Return how often the residuals were left as they were; waits for the device."""
-        return {"left_out": self._carry.left_out} if self._feedback else {}
+        return {"left_out": self._update.left_out} if self._feedback else {}
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
-        self._memory.rescale(factor)
+        self._residuals.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._feedback:
             return {}
-        content = {"residuals": self._memory.state_dict(self._control_group), "left_out": self._carry.left_out}
+        content = {"residuals": self._residuals.state_dict(self._control_group), "left_out": self._update.left_out}
         return tagged(self.name, content)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,8 +140,37 @@ class _BoundTopK(BoundHook):
             super().load_state_dict(state)
             return
         content = untagged(self.name, state)
-        self._memory.load_state_dict(content["residuals"])
-        self._carry.left_out = content["left_out"]
+        self._residuals.load_state_dict(content["residuals"])
+        self._update.left_out = content["left_out"]
+
+
+class Entries:
+    """The message of some elements of a bucket: | indices | values (float32) | padding |.
+
+    Args:
+        k: Number of elements.
+        numel: Number of elements of the bucket; from `_INT32_NUMEL` on its indices take 64 bits.
+    """
+
+    def __init__(self, k: int, numel: int) -> None:
+        self.k = k
+        self.index_dtype = torch.int32 if numel <= _INT32_NUMEL else torch.int64
+        self._split = k * self.index_dtype.itemsize
+        self.nbytes = -(-(self._split + 4 * k) // 8) * 8  # so that the next rank's indices are aligned
+
+    def pack(self, values: Tensor, indices: Tensor) -> Tensor:
+        """Return the message of ``values[indices]``."""
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=values.device)
+        message[self._split + 4 * self.k :].zero_()
+        packed_indices, packed_values = self.unpack(message)
+        packed_indices.copy_(indices)
+        torch.index_select(values, 0, indices, out=packed_values)
+        return message
+
+    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the indices and values of a message, or of several, one in each row."""
+        values = message[..., self._split : self._split + 4 * self.k]
+        return message[..., : self._split].view(self.index_dtype), values.view(torch.float32)
 
 
 def largest(magnitudes: Tensor, k: int) -> Tensor:

@@ -17,22 +17,22 @@ rebuilt, the latter goes to the former: added to one rank's gradient it enters t
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.carry_over import CarryOver
 from lightning_ddp_hooks.hooks.chunks import Chunks
-from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, Waitable
-from lightning_ddp_hooks.hooks.error_memory import ErrorMemory
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases
+from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback, ResidualUpdate
 from lightning_ddp_hooks.hooks.kernels import BlockCodec, uniform_noise
-from lightning_ddp_hooks.hooks.server_memory import ServerMemory
-from lightning_ddp_hooks.hooks.stages import Residuals, StageBuffers, Stages, choose_stages
+from lightning_ddp_hooks.hooks.server_residuals import ServerResiduals
+from lightning_ddp_hooks.hooks.stages import Residuals, StageBuffers, choose_kernels
 from lightning_ddp_hooks.hooks.state import tagged, untagged
+from lightning_ddp_hooks.hooks.workspace import PerBucket
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
@@ -40,14 +40,14 @@ class TwoStageHook(BoundHook):
     """The bound form of the hooks that send blocks: all-to-all, sum, all-gather.
 
     Args:
-        name: how messages and checkpoints call the hook.
-        context: what is known at setup.
-        codec: how blocks become bytes.
-        block_size: elements with one scale, a multiple of 8.
-        error_feedback: keep what was not sent.
-        stochastic_rounding: round up with the probability of the remainder.
-        seed: of the rounding.
-        start_iter: until this step, the plain mean.
+        name: Name in messages and checkpoints.
+        context: What is known at setup.
+        codec: How blocks become bytes.
+        block_size: Number of elements with one scale, a multiple of 8.
+        error_feedback: Keep what was not sent.
+        stochastic_rounding: Round up with the probability of the remainder.
+        seed: Seed of the rounding.
+        start_iter: Step of the first compressed gradients; the plain mean before it.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class TwoStageHook(BoundHook):
     ) -> None:
         # Configuration.
         self.name = name
+        self.keeps_state = error_feedback
         self._codec = codec
         self._block_size = block_size
         self._feedback = error_feedback
@@ -73,70 +74,56 @@ class TwoStageHook(BoundHook):
         self._step = context.step
         self._rank, self._world_size = context.rank, context.world_size
         self._control_group = context.control_group
-        self._first_group = context.group
-        self._second_group = context.new_group(context.group)
+        self._kernels = choose_kernels(codec)
 
         # State.
-        self._workers = ErrorMemory()
-        self._servers = ServerMemory(self._rank, self._world_size)
-        self._carry = CarryOver()
-        self._stages: Stages = choose_stages(codec)
-        self._buffers: dict[int, tuple[tuple[str, ...], StageBuffers]] = {}
+        self._workers = ErrorFeedback()
+        self._servers = ServerResiduals(self._rank, self._world_size)
+        self._update = ResidualUpdate()
         self._draw = (-1, 0)
+        self._buffers = PerBucket(self._make_buffers)
 
     def reduce(self, bucket: GradBucket) -> Phases:
         """Run the two stages for one bucket."""
         buffer = bucket.buffer()
-        numel = buffer.numel()
-        if not numel:
+        if not buffer.numel():
             return None
         if self._world_size == 1 or self._step() < self._start_iter:
             buffer.div_(bucket.divisor)
             if self._world_size > 1:
-                dense = comm.all_reduce(buffer, self._first_group)
-                yield dense
-                dense.wait()
+                yield requests.AllReduce(buffer)
             return None
 
+        buffers = self._buffers.of(bucket)
         if not self._feedback:
-            yield from self._run_stages(bucket, None)
-            return None
+            return (yield from self._run_stages(bucket, buffers, None))
         worker = self._workers.of(bucket)
-        server = self._servers.of(bucket, self._buffers_of(bucket).chunks, worker)
-        with self._workers.aside(bucket), self._servers.aside(bucket):
-            yield from self._run_stages(bucket, Residuals(worker, server))
-        return None
+        server = self._servers.of(bucket, buffers.chunks, worker)
+        with self._workers.preserve_unused(bucket), self._servers.preserve_unused(bucket):
+            return (yield from self._run_stages(bucket, buffers, Residuals(worker, server)))
 
-    def _run_stages(self, bucket: GradBucket, residuals: Residuals | None) -> Generator[Waitable, None, None]:
-        buffer = bucket.buffer()
-        buffers, stages = self._buffers_of(bucket), self._stages
-        chunks = buffers.chunks
+    def _run_stages(self, bucket: GradBucket, buffers: StageBuffers, residuals: Residuals | None) -> Phases:
+        buffer, kernels = bucket.buffer(), self._kernels
         draw = self._next_draw()
         with record_function("ldh::quantize"):
-            stages.encode(buffers, buffer, residuals, self._noise(buffers, draw, 0, chunks.world_size))
-        first = comm.start_all_to_all(buffers.received.bytes, buffers.sent.bytes, self._first_group)
-        yield first
-        first.wait()
+            kernels.encode(buffers, buffer, residuals, self._noise(buffers, draw, 0, buffers.chunks.world_size))
+        yield requests.AllToAll(buffers.sent.bytes, buffers.received.bytes)
 
         with record_function("ldh::sum_and_quantize"):
-            stages.add_up(buffers, self._rank, residuals, self._noise(buffers, draw, 1, 1))
-        second = comm.start_all_gather(buffers.received.bytes, buffers.answer.bytes, self._second_group)
-        yield second
-        second.wait()
+            kernels.add_up(buffers, self._rank, residuals, self._noise(buffers, draw, 1, 1))
+        yield requests.AllGather(buffers.answer.bytes, buffers.received.bytes)
 
         with record_function("ldh::dequantize"):
-            stages.finish(buffers, self._rank, buffer, 1.0 / bucket.divisor, residuals, self._carry)
+            kernels.finish(buffers, self._rank, buffer, 1.0 / bucket.divisor, residuals, self._update)
+        return None
 
-    def _buffers_of(self, bucket: GradBucket) -> StageBuffers:
-        """Return the buffers of a bucket, which are kept from step to step: fresh pages cost more than filling them."""
+    def _make_buffers(self, bucket: GradBucket) -> StageBuffers:
+        """Make the buffers of a bucket, kept from step to step: fresh pages cost more than filling them."""
+        self._kernels.free_scratch()
         buffer = bucket.buffer()
-        known = self._buffers.get(bucket.index())
-        if known is not None and known[0] == bucket.names and known[1].chunks.numel == buffer.numel():
-            return known[1]
-        chunks = Chunks.build(buffer.numel(), self._world_size, self._block_size)
-        fresh = StageBuffers(chunks, self._codec, buffer.device)
-        self._buffers[bucket.index()] = (bucket.names, fresh)
-        return fresh
+        return StageBuffers(
+            Chunks.build(buffer.numel(), self._world_size, self._block_size), self._codec, buffer.device
+        )
 
     def _next_draw(self) -> tuple[int, int]:
         """Return the step and how many buckets came before this one in it."""
@@ -157,7 +144,7 @@ class TwoStageHook(BoundHook):
 
     def stats(self) -> dict[str, Any]:
         """Return how often the residuals were left as they were; waits for the device."""
-        return {"left_out": self._carry.left_out} if self._feedback else {}
+        return {"left_out": self._update.left_out} if self._feedback else {}
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals of both stages."""
@@ -173,16 +160,16 @@ class TwoStageHook(BoundHook):
             {
                 "workers": self._workers.state_dict(self._control_group),
                 "servers": self._servers.state_dict(self._control_group),
-                "left_out": self._carry.left_out,
+                "left_out": self._update.left_out,
             },
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the residuals, at any number of ranks and with any buckets."""
+        """Restore the residuals, at any number of ranks and with any buckets."""
         if not self._feedback or not state:
             super().load_state_dict(state)
             return
         content = untagged(self.name, state)
         self._workers.load_state_dict(content["workers"])
         self._servers.load_state_dict(content["servers"])
-        self._carry.left_out = content["left_out"]
+        self._update.left_out = content["left_out"]

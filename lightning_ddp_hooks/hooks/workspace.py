@@ -1,19 +1,20 @@
-"""Memory that a hook uses again in each step: allocating large tensors anew costs more than filling them."""
+"""Memory that hooks use again in each step: allocating large tensors anew costs more than filling them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+T = TypeVar("T")
+
 
 class Workspace:
-    """Flat tensors by key, kept from step to step.
-
-    A tensor is handed out again under its key, so a key may stand for one use in flight only; a bucket's index in the
-    key sees to that.
-    """
+    """Flat tensors by key, kept from step to step; a key stands for one use in flight."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
@@ -29,3 +30,43 @@ class Workspace:
     def clear(self) -> None:
         """Free all tensors."""
         self._tensors.clear()
+
+
+class PerBucket(Generic[T]):
+    """What a hook keeps for each bucket of the current layout.
+
+    [Note: memory follows the layout] The first backward reduces one bucket of the whole model, and later ones many
+    small buckets. What belongs to a bucket is freed as soon as one of its parameters lies in another bucket. After a
+    change, buckets behind the last one, whose parameters may be frozen, are gone too.
+
+    Args:
+        make: Makes it for a bucket.
+    """
+
+    def __init__(self, make: Callable[[GradBucket], T]) -> None:
+        self._make = make
+        self._kept: dict[int, tuple[tuple[str, ...], T]] = {}
+        self._changed = False
+        self._seen: set[int] = set()  # since the change
+
+    def of(self, bucket: GradBucket) -> T:
+        """Return what belongs to the bucket, made anew if other parameters lie in it."""
+        index, names = bucket.index(), bucket.names
+        known = self._kept.get(index)
+        if known is None or not (known[0] is names or known[0] == names):
+            moved = set(names)
+            self._kept.pop(index, None)
+            self._kept = {i: kept for i, kept in self._kept.items() if moved.isdisjoint(kept[0])}
+            known = self._kept[index] = (names, self._make(bucket))
+            self._changed = True
+        if self._changed:
+            self._seen.add(index)
+            if bucket.is_last():
+                self._kept = {i: kept for i, kept in self._kept.items() if i <= index or i in self._seen}
+                self._changed = False
+                self._seen.clear()
+        return known[1]
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._kept.clear()

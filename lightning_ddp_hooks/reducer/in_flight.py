@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from typing import NamedTuple, cast
 
 import torch
@@ -236,7 +237,10 @@ class InFlightBuckets:
         """
         read: DeferredRead | None = None
         with _compat.span("ldh::wait"), told_of_wait(self.observer):
-            self.queue.end_launches()
+            with ExitStack() as streams:  # what follows the backward runs behind all that it has queued
+                for stream in set(self._stream_of.values()):
+                    streams.enter_context(stream.after_compute())
+                self.queue.end_launches()
             for launched in self._launched:
                 buffer = launched.bucket.buffer
                 with self.streams[launched.index].context():

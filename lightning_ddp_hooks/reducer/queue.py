@@ -1,7 +1,7 @@
 """The one place that issues the collectives of buckets, in an order that is the same on all ranks.
 
-A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in bucket order, and
-a *round* is all buckets of one backward (or of one exchange of an averager).
+A hook's generator yields requests (requests.py); the queue carries them out. Buckets are launched in the same order on
+all ranks, and a *round* is all buckets of one backward (or of one exchange of an averager).
 
 [Note: order of collectives] Each communicator sees the same sequence on all ranks, whatever their timing:
   * **at once** (backends ordered by streams, such as NCCL: waiting only queues). A bucket runs through all its
@@ -9,14 +9,16 @@ a *round* is all buckets of one backward (or of one exchange of an averager).
     could hang, so there is only one.
   * **in lanes** (gloo: waiting blocks the host). The k-th collective of each bucket goes to the k-th lane, a process
     group of its own, in bucket order; so phases of different buckets overlap. A collective for which there is no lane
-    yet waits until all buckets are launched, and then goes in bucket order to the last lane; at the end of the round
-    the lanes that were missing are made, on all ranks alike. So a hook may yield any number of collectives.
+    yet waits until its bucket is the first one left and no other can go on without it, which is a state that does not
+    depend on timing; then it goes to the last lane. At the end of the round the lanes that were missing are made, on
+    all ranks alike. So a hook may yield any number of collectives.
 A status (status.py) travels with the last bucket's first collective, or right behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -126,7 +128,7 @@ class CollectiveQueue:
             storage: Memory of the bucket; None if it has no place for a status.
             sends_status: Whether the status that lies in its slot is to be summed; `wait_for_status` has the sum.
         """
-        if self.all_launched or (self._round and bucket.index() <= self._round[-1].index):
+        if self.all_launched or any(other.index == bucket.index() for other in self._round):
             self.forget()  # of an earlier backward
         if self.hook.takes_divided:
             bucket.divisor = 1.0
@@ -199,9 +201,8 @@ class CollectiveQueue:
         self.forget()
         if self.at_once:
             return
-        for subgroup, stages in self._stages.items():
-            lanes = self._lanes[subgroup]
-            while len(lanes) < min(stages, _MAX_LANES):
+        for subgroup, lanes in self._lanes.items():  # in an order that is the same on all ranks
+            while len(lanes) < min(self._stages.get(subgroup, 0), _MAX_LANES):
                 lanes.append(comm.new_group(lanes[0], timeout=self._timeout))
                 self._made.append(lanes[-1])
 
@@ -223,10 +224,14 @@ class CollectiveQueue:
         """Tell whether there is a lane for the collectives of a stage."""
         return self.at_once or stage < len(self._lanes[subgroup])
 
-    def everybody_waits(self, for_whom: InFlightBucket, stage: int) -> bool:
-        """Tell whether no bucket behind this one will issue anything before ``stage`` unless this one goes on."""
-        behind = self._round[self._round.index(for_whom) + 1 :]
-        return self.all_launched and all(other.finished or other.stands_at(stage) for other in behind)
+    def all_wait_for(self, first: InFlightBucket) -> bool:
+        """Tell whether nothing can happen in the round unless ``first``, the first bucket left, goes on."""
+        earlier = _Earlier()
+        for other in self._round:
+            if other is not first and not other.finished and (other.is_waiting or other.may_go_on(earlier)):
+                return False
+            earlier.include(other)
+        return self.all_launched
 
     def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> _Issued:
         """Issue the collectives of a request.
@@ -240,14 +245,12 @@ class CollectiveQueue:
             handle = request.handle
             return _Issued([handle], lambda: handle)
         if isinstance(request, requests.Together):
-            parts = [self.issue(part, stage) for part in request.requests]
+            with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
+                parts = [self.issue(part, stage) for part in request.requests]
             return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
-        group = self._group(request.subgroup, stage)  # type: ignore[attr-defined]
-        issued = _issue(request, group, storage)
-        if self.at_once:
-            for handle in issued.handles:
-                handle.wait()
-        return issued
+        if isinstance(request, (requests.InOrder, requests.EndOfBackward)):
+            raise TypeError(f"Expected collectives and Wait in Together, got {type(request).__name__}.")
+        return _issue(request, self._group(request.subgroup, stage), storage)  # type: ignore[attr-defined]
 
     def _group(self, subgroup: Subgroup | None, stage: int) -> comm.ProcessGroup:
         lanes = self._lanes[subgroup]
@@ -318,12 +321,6 @@ class InFlightBucket:
         """Whether something that was issued for it has not been waited for."""
         return self._issued is not None
 
-    def stands_at(self, stage: int) -> bool:
-        """Tell whether it waits for its turn, or has issued as many collectives as ``stage``."""
-        return self._request is not None and (
-            isinstance(self._request, (requests.InOrder, requests.EndOfBackward)) or self.stages >= stage
-        )
-
     def may_go_on(self, earlier: _Earlier) -> bool:
         """Tell whether it can be moved on now without waiting, and in order."""
         if self._phases is None:
@@ -340,20 +337,26 @@ class InFlightBucket:
         lanes_there = all(self._queue.has_lane(part, self.stages) for part in _subgroups(request))
         if lanes_there:
             return earlier.stages > self.stages
-        return earlier.all_finished and self._queue.everybody_waits(self, self.stages)
+        return earlier.all_finished and self._queue.all_wait_for(self)
 
     def go_on(self) -> None:
         """Issue the request that is due, or resume the hook up to its next one."""
+        if self._issued is not None:
+            self.block()  # also what is done: waiting orders streams, and raises what has failed
+            return
         request = self._request
         if request is not None and not isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             self._request = None
+            storage = self._storage if self.stages == 0 else None
             with torch.no_grad(), comm.counted_in(self._total):
-                self._issued = self._queue.issue(request, self.stages, self._storage)
+                self._issued = self._queue.issue(request, self.stages, storage)
             if not isinstance(request, requests.Wait):
                 self.stages += 1
-            self._send_status(travels_along=takes_along(request, self._storage))
+            self._send_status(travels_along=takes_along(request, storage))
             if self.on_collective is not None and self.collective is not None:
                 self.on_collective(self.collective)
+            if self._queue.at_once:  # whether a device is done yet must not decide what comes next
+                self.block()
             return
         self.passed_turn |= isinstance(request, requests.InOrder)
         self._request = None
@@ -378,9 +381,10 @@ class InFlightBucket:
             try:
                 if self._phases is None:
                     self._phases = phases_of(self._hook, self._bucket)
-                    self._request = _as_request(next(self._phases))
+                    self._request = _check_request(self._hook, next(self._phases))
                 else:
-                    self._request = _as_request(self._phases.send(None if issued is None else issued.result()))
+                    yielded = self._phases.send(None if issued is None else issued.result())
+                    self._request = _check_request(self._hook, yielded)
             except StopIteration as end:
                 if end.value is not None:
                     self._result = check_result(self._hook.name, self._bucket, end.value)
@@ -402,9 +406,31 @@ class InFlightBucket:
         return self._bucket.buffer() if self._result is None else self._result
 
 
-def _as_request(yielded: object) -> Request:
-    # A handle, as hooks yielded them once.
-    return yielded if isinstance(yielded, Request) else requests.Wait(yielded)  # type: ignore[arg-type]
+def carry_out(phases: Generator[Request, Any, None], group: comm.ProcessGroup) -> None:
+    """Carry out requests outside of a backward: one after the other on one group, waiting for each.
+
+    Args:
+        phases: Generator of requests without subgroups.
+        group: Ranks that take part; the order of what is issued on it is up to the caller.
+    """
+    queue, result = CollectiveQueue(group, at_once=True), None
+    with torch.no_grad(), suppress(StopIteration):
+        while True:
+            issued = queue.issue(phases.send(result), 0)
+            for handle in issued.handles:
+                handle.wait()
+            result = issued.result()
+
+
+def _check_request(hook: BucketHook, yielded: object) -> Request:
+    if isinstance(yielded, Request):
+        return yielded
+    raise TypeError(
+        f"Communication hook {hook.name} yielded a {type(yielded).__name__}; expected a request for a collective, on "
+        "every rank alike, such as `total = yield requests.AllReduce(tensor)` (also AllToAll, AllGather, "
+        "ReduceScatter, Broadcast, Together; `from lightning_ddp_hooks.hooks import requests`). A hook does not issue "
+        "collectives itself; for another handle that can be waited for there is `yield requests.Wait(handle)`."
+    )
 
 
 def _subgroups(request: Request) -> Iterator[Subgroup | None]:
@@ -484,8 +510,8 @@ def phases_of(hook: Any, bucket: GradBucket) -> Phases:
         return phases  # type: ignore[return-value]
     found = "None" if phases is None else f"a {type(phases).__name__}"
     raise TypeError(
-        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` the "
-        "handle of each collective (`yield torch.distributed.all_reduce(tensor, async_op=True)`), then `return` the "
+        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` a "
+        "request for each collective (`total = yield requests.AllReduce(tensor)`), then `return` the "
         "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a "
         "tensor or a future needs no class: pass `comm_hook=(state, hook)`."
     )

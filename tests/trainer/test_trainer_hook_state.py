@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hook_probe import HOOKS, ROUNDING, Outcome, Probe, account_for, collect_residuals
+from hook_tools import require_plain
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_ranks
@@ -31,7 +32,6 @@ from trainer_runs import rank as this_rank
 
 from lightning_ddp_hooks.checkpoint import STATE_KEY
 from lightning_ddp_hooks.hooks import Cast, OneBit, PerParameter, PowerSGD, Rule, Schedule, Stage, TopK
-from lightning_ddp_hooks.hooks.state import require_plain
 
 pytestmark = [
     pytest.mark.ranks,

@@ -1,4 +1,4 @@
-"""What a rank did not send on of the sums that it makes: the second residual of two-sided error feedback."""
+"""What a rank did not send of the sums that it makes: the second residual of two-sided error feedback."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.chunks import Chunks
-from lightning_ddp_hooks.hooks.error_memory import set_aside
+from lightning_ddp_hooks.hooks.error_feedback import preserve, require_numel, slots_of
 from lightning_ddp_hooks.hooks.state import mean_over_ranks
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
 @dataclass
-class _Owed:
-    """What a rank has not sent on of the sum of its chunk of one bucket."""
+class _ChunkResidual:
+    """What a rank has not sent of the sum of its chunk of one bucket."""
 
     names: tuple[str, ...]
     slots: list[tuple[str, int, int]]  # name, offset in the bucket, length
@@ -34,14 +34,14 @@ class _Owed:
             yield name, numel, first - offset, self.residual[first - self.start : last - self.start]
 
 
-class ServerMemory:
-    """The residuals of the second stage: for each bucket that of this rank's chunk, in the units of the sum."""
+class ServerResiduals:
+    """Residuals of the second stage: for each bucket that of this rank's chunk, in the units of the sum."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._owed: dict[int, _Owed] = {}
+        self._chunks: dict[int, _ChunkResidual] = {}
         # Pieces of parameters whose bucket is gone: name -> (length, [(where, piece)]). All ranks have the same names.
-        self._homeless: dict[str, tuple[int, list[tuple[int, Tensor]]]] = {}
+        self._retired: dict[str, tuple[int, list[tuple[int, Tensor]]]] = {}
         # Residuals from a checkpoint, whole and in the units of the mean, until their bucket asks for them.
         self._loaded: dict[str, Tensor] = {}
 
@@ -49,70 +49,66 @@ class ServerMemory:
         """Return the residual of this rank's chunk; what is written into it is kept.
 
         Args:
-            bucket: whose chunk.
-            chunks: how the bucket is cut.
-            worker_residual: of the bucket in the first stage; gets what is left of buckets that are gone.
+            bucket: Bucket that the chunk is a part of.
+            chunks: How the bucket is cut.
+            worker_residual: Residual of the bucket in the first stage; gets what is left of buckets that are gone.
         """
-        known = self._owed.get(bucket.index())
+        known = self._chunks.get(bucket.index())
         if known is not None and known.names == bucket.names:
             return known.residual
         gone = set(bucket.names)
-        for index, owed in list(self._owed.items()):
-            if index == bucket.index() or gone.intersection(owed.names):
-                self._retire(self._owed.pop(index))
-        fresh = _Owed(
+        for index, chunk in list(self._chunks.items()):
+            if index == bucket.index() or gone.intersection(chunk.names):
+                self._retire(self._chunks.pop(index))
+        fresh = _ChunkResidual(
             bucket.names,
-            list(_slots(bucket)),
+            list(slots_of(bucket)),
             chunks.start(self._rank),
             torch.zeros(chunks.count(self._rank), dtype=torch.float32, device=worker_residual.device),
         )
         for name, numel, where, piece in fresh.pieces():
             loaded = self._loaded.pop(name, None)
             if loaded is not None:
-                if loaded.numel() != numel:
-                    raise ValueError(
-                        f"Expected a residual of {numel} elements for parameter {name!r}, "
-                        f"found {loaded.numel()} in the checkpoint."
-                    )
+                require_numel(name, numel, loaded)
                 piece.copy_(loaded[where : where + piece.numel()]).mul_(self._world_size)
         for name, offset, _ in fresh.slots:
-            for where, piece in self._homeless.pop(name, (0, []))[1]:
+            for where, piece in self._retired.pop(name, (0, []))[1]:
                 begin = offset + where
                 worker_residual[begin : begin + piece.numel()].add_(piece)
-        self._owed[bucket.index()] = fresh
+        self._chunks[bucket.index()] = fresh
         return fresh.residual
 
-    def aside(self, bucket: GradBucket) -> AbstractContextManager[None]:
-        """Keep the residuals of parameters that no rank has used; see `ErrorMemory.aside`. After `of`."""
+    def preserve_unused(self, bucket: GradBucket) -> AbstractContextManager[None]:
+        """Keep the residuals of parameters that no rank has used; see `ErrorFeedback.preserve_unused`. After `of`."""
         if not bucket.unused:
             return nullcontext()
-        pieces = self._owed[bucket.index()].pieces()
-        return set_aside([piece for name, _, _, piece in pieces if name in bucket.unused])
+        pieces = self._chunks[bucket.index()].pieces()
+        return preserve([piece for name, _, _, piece in pieces if name in bucket.unused])
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals."""
-        for owed in self._owed.values():
-            owed.residual.mul_(factor)
-        for _, pieces in self._homeless.values():
+        for chunk in self._chunks.values():
+            chunk.residual.mul_(factor)
+        for _, pieces in self._retired.values():
             for _, piece in pieces:
                 piece.mul_(factor)
         for loaded in self._loaded.values():
             loaded.mul_(factor)
 
-    def _retire(self, owed: _Owed) -> None:
-        for name, numel, where, piece in owed.pieces():
-            pieces = self._homeless.setdefault(name, (numel, []))[1]
+    def _retire(self, chunk: _ChunkResidual) -> None:
+        for name, numel, where, piece in chunk.pieces():
+            pieces = self._retired.setdefault(name, (numel, []))[1]
             if piece.numel():
-                pieces.append((where, piece))
+                pieces.append((where, piece.clone()))  # not all of the old residual
 
     def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
         """Return the residuals of all ranks put together, by name, in the units of the mean; collective."""
         whole: dict[str, Tensor] = {}
-        for owed in self._owed.values():
-            for name, numel, where, piece in owed.pieces():
+        for chunk in self._chunks.values():
+            for name, numel, where, piece in chunk.pieces():
                 whole[name] = torch.zeros(numel, dtype=torch.float32)
                 whole[name][where : where + piece.numel()] = piece
-        for name, (numel, pieces) in self._homeless.items():
+        for name, (numel, pieces) in self._retired.items():
             whole[name] = torch.zeros(numel, dtype=torch.float32)
             for where, piece in pieces:
                 whole[name][where : where + piece.numel()] += piece.cpu()
@@ -120,16 +116,7 @@ class ServerMemory:
         return {**{name: value.clone() for name, value in self._loaded.items()}, **means}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
-        self._owed.clear()
-        self._homeless.clear()
+        """Restore what `state_dict` returned."""
+        self._chunks.clear()
+        self._retired.clear()
         self._loaded = {name: value.detach().clone().view(-1) for name, value in state.items()}
-
-
-def _slots(bucket: GradBucket) -> Iterator[tuple[str, int, int]]:
-    """Yield name, offset in the buffer and length of each parameter."""
-    offset = 0
-    for name, param in zip(bucket.names, bucket.parameters(), strict=True):
-        numel = param.numel() * (2 if param.is_complex() else 1)
-        yield name, offset, numel
-        offset += numel

@@ -1,4 +1,4 @@
-"""What PowerSGD keeps for one bucket: which matrices it has, the memory of their factors, and the messages."""
+"""What PowerSGD keeps for one bucket: its matrices, the memory of their factors, and the messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks._compat import foreach_copy_
-from lightning_ddp_hooks.hooks.error_memory import residual_dtype
+from lightning_ddp_hooks.hooks.error_feedback import residual_dtype
 from lightning_ddp_hooks.hooks.low_rank import (
     MatrixBatch,
     MatrixSlot,
@@ -27,18 +27,18 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 _TINY = 1e-20
 
 
-class Finite:
+class NonfiniteGuard:
     """Whether a step's values are finite on all ranks: known to the host on the CPU, a tensor on a device.
 
-    What is summed over the ranks is the same on all of them, so they agree without asking.
+    Sums over the ranks are the same on all of them, so they agree without asking.
 
     Args:
-        summed: what all ranks have the same of.
-        before: what was found out earlier in the step.
-        ask: let the host look.
+        summed: Sum over the ranks.
+        before: Guard of an earlier sum of the step.
+        ask: Let the host look.
     """
 
-    def __init__(self, summed: Tensor, before: Finite | None = None, *, ask: bool) -> None:
+    def __init__(self, summed: Tensor, before: NonfiniteGuard | None = None, *, ask: bool) -> None:
         flag = torch.isfinite(summed.sum())
         if before is not None and before.flag is not None:
             flag &= before.flag
@@ -75,23 +75,20 @@ class Finite:
             target.copy_(source)
 
 
-class Plan:
-    """What a bucket's parameters make of the algorithm: which matrices, and the flat memory of their factors.
-
-    Rebuilt when other parameters lie in the bucket.
+class PowerSGDWorkspace:
+    """The matrices of a bucket, and the flat memory of their factors; rebuilt when other parameters lie in it.
 
     Args:
-        bucket: the bucket.
-        slots: the matrices to compress.
-        wire_dtype: of the messages.
-        batched: whether matrices of one shape are worked on together.
+        bucket: Bucket to compress.
+        slots: Matrices to compress.
+        comm_dtype: Dtype of the messages.
+        batched: Whether matrices of one shape are worked on together.
     """
 
-    def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], wire_dtype: torch.dtype, *, batched: bool) -> None:
+    def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], comm_dtype: torch.dtype, *, batched: bool) -> None:
         buffer = bucket.buffer()
-        self.names = bucket.names
         self.numel = buffer.numel()
-        self.ask = not buffer.is_cuda  # on a device the host would have to wait for the answer
+        self._ask = buffer.is_cpu  # on a device the host would have to wait for the answer
         self.batches: list[MatrixBatch] = make_batches(slots, batched=batched)
         ordered = [slot for batch in self.batches for slot in batch.slots]
         self._slots = ordered
@@ -122,10 +119,10 @@ class Plan:
         self._right = self._new(right_numel)
         self._fresh = self._new(right_numel)
         self._narrow = None
-        if wire_dtype.itemsize < self._dtype.itemsize:
+        if comm_dtype.itemsize < self._dtype.itemsize:
             self._narrow = (
-                torch.empty(self._first.numel(), dtype=wire_dtype, device=self._device),
-                torch.empty(right_numel, dtype=wire_dtype, device=self._device),
+                torch.empty(self._first.numel(), dtype=comm_dtype, device=self._device),
+                torch.empty(right_numel, dtype=comm_dtype, device=self._device),
             )
         self._rows = Rows([slot.right for slot in ordered for _ in range(slot.rank)], self._device)
         self._left_blocks = list(left_blocks(self.batches, self.left))
@@ -191,7 +188,9 @@ class Plan:
             drawn = [
                 random_rows(f"{step} {slot.key}", slot.rank, slot.right, seed, self._dtype) for slot in self._slots
             ]
-            start.copy_(torch.cat([rows.view(-1) for rows in drawn]))
+            flat = torch.cat([rows.view(-1) for rows in drawn])
+            # Pinned, since the host would wait for a copy from other memory.
+            start.copy_(flat if start.is_cpu else flat.pin_memory(), non_blocking=True)
             self._rows.normalize_(start)
         return start
 
@@ -205,11 +204,11 @@ class Plan:
             return self._first
         return self._narrow[0].copy_(self._first)
 
-    def unpack_first(self) -> Finite:
+    def unpack_first(self) -> NonfiniteGuard:
         """Take up the sum of the first messages; tell whether all was finite."""
         if self._narrow is not None:
             self._first.copy_(self._narrow[0])
-        return Finite(self._first, ask=self.ask)
+        return NonfiniteGuard(self._first, ask=self._ask)
 
     def orthonormalize(self, epsilon: float) -> None:
         """Make the left factors orthonormal."""
@@ -227,12 +226,12 @@ class Plan:
         self.own_right.copy_(narrow)  # what was lost in rounding has not been sent and belongs to the error
         return narrow
 
-    def unpack_second(self, scale: float, before: Finite) -> Finite:
+    def unpack_second(self, scale: float, before: NonfiniteGuard) -> NonfiniteGuard:
         """Take up the mean of the second messages, and keep it for the next step if it is finite."""
         if self._narrow is not None:
             self.sum_right.copy_(self._narrow[1])
         self.sum_right.mul_(scale)
-        finite = Finite(self.sum_right, before, ask=self.ask)
+        finite = NonfiniteGuard(self.sum_right, before, ask=self._ask)
         finite.copy_(self._right, self.sum_right)
         finite.suppress_(self.own_right)  # own or summed: a float16 message may overflow on some rank only
         finite.poison_(self.sum_right)

@@ -1,0 +1,184 @@
+"""What compression did not send, kept until the next step: one residual for each parameter, by its name.
+
+[Note: error feedback] A hook that sends less than the gradient keeps the rest and adds it to the next gradient, so that
+nothing is lost, only sent later (Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., "Error
+feedback fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks.state import mean_over_ranks
+from lightning_ddp_hooks.hooks.workspace import PerBucket
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+
+class ErrorFeedback:
+    """One residual per parameter, handed out bucket by bucket as one flat tensor.
+
+    Within a step a hook asks for the residual of its bucket and writes the new one into the same tensor:
+
+        >>> residual = feedback.of(bucket)             # (numel,), zeros at first; same order as bucket.buffer()
+        >>> total = bucket.buffer() + residual
+        >>> residual.copy_(total - what_was_sent)      # in place: the tensor is the memory
+
+    The residuals are found by the names of parameters. When buckets are rebuilt, or parameters are frozen, each
+    residual moves to the bucket in which its parameter lies now; asking is one look-up otherwise. Values are in the
+    units of the bucket's gradients, that is, not divided by the number of ranks. float16 and bfloat16 gradients have
+    float32 residuals.
+
+    A complex parameter takes two real elements for each of its own, as in the bucket.
+    """
+
+    def __init__(self) -> None:
+        self._flats = PerBucket(self._gather)
+        # name -> its residual: a slice of a flat, or (loaded, not asked for yet) a tensor of its own
+        self._residuals: dict[str, Tensor] = {}
+
+    def of(self, bucket: GradBucket) -> Tensor:
+        """Return the residual of the bucket, shape ``(numel,)``; what is written into it is kept."""
+        return self._flats.of(bucket)
+
+    def _gather(self, bucket: GradBucket) -> Tensor:
+        """Move the residuals of a bucket's parameters into one flat tensor."""
+        buffer = bucket.buffer()
+        flat = torch.zeros(buffer.numel(), dtype=residual_dtype(buffer.dtype), device=buffer.device)
+        for name, offset, numel in slots_of(bucket):
+            residual = flat[offset : offset + numel]
+            before = self._residuals.get(name)
+            if before is not None:
+                require_numel(name, numel, before)
+                residual.copy_(before)
+            self._residuals[name] = residual
+        return flat
+
+    def preserve_unused(self, bucket: GradBucket) -> AbstractContextManager[None]:
+        """Keep the residuals of parameters that no rank has used as they are, whatever is written meanwhile.
+
+        What is reduced for them is thrown away, so that nothing of their residuals counts as sent.
+        """
+        if not bucket.unused:
+            return _NOTHING_PRESERVED
+        self.of(bucket)
+        return preserve([self._residuals[name] for name in bucket.names if name in bucket.unused])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for residual in self._residuals.values():
+            residual.mul_(factor)
+
+    def clear(self) -> None:
+        """Forget all residuals and free their memory."""
+        self._flats.clear()
+        self._residuals.clear()
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return this rank's residual for each parameter that has one, flat, not copied."""
+        return dict(self._residuals)
+
+    def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
+        """Return the mean over the ranks of each residual, by name, flat, on the CPU; collective.
+
+        Args:
+            control_group: CPU group over all ranks.
+        """
+        return mean_over_ranks(self._residuals, control_group)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore residuals that `state_dict` returned; what is not in ``state`` begins at zero.
+
+        Raises:
+            ValueError: A residual has another size than its parameter.
+        """
+        for name, residual in self._residuals.items():
+            if name in state:
+                require_numel(name, residual.numel(), state[name])
+                residual.copy_(state[name].view(-1))
+            else:
+                residual.zero_()
+        for name, loaded in state.items():
+            if name not in self._residuals:
+                self._residuals[name] = loaded.detach().clone().view(-1)
+
+
+class ResidualUpdate:
+    """Updates residuals, and counts the buckets for which that was left out.
+
+    [Note: non-finite gradients] An Inf or a NaN in a residual would come back in every later step. A residual is
+    therefore updated only when the bucket's *reduced* result is finite. Every rank has that result, so all ranks decide
+    alike and without a collective; the result itself stays non-finite, for a gradient scaler to see. Where the scaler
+    skips the step, the residuals are what they were before it.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+
+    @property
+    def left_out(self) -> int:
+        """Number of buckets that had a non-finite gradient so far; waits for the device."""
+        return sum(int(count) for count in self._counts.values())
+
+    @left_out.setter
+    def left_out(self, value: Any) -> None:
+        self._counts = {torch.device("cpu"): torch.tensor(int(value))}
+
+    def count(self, finite: Tensor) -> None:
+        """Note whether a bucket's result was finite (one boolean on the bucket's device)."""
+        known = self._counts.get(finite.device)
+        if known is None:
+            known = self._counts[finite.device] = torch.zeros((), dtype=torch.int64, device=finite.device)
+        known.add_(~finite)
+
+    def apply(self, residual: Tensor, gradient: Tensor, sent: Tensor, finite: Tensor) -> None:
+        """Set ``residual`` to ``residual + gradient - sent`` in place, if ``finite`` (one boolean on its device)."""
+        if residual.is_cpu:
+            if finite:
+                residual.add_(gradient).sub_(sent)
+        else:  # the host does not wait for the answer
+            torch.where(finite, (residual + gradient).sub_(sent), residual, out=residual)
+
+
+_NOTHING_PRESERVED = nullcontext()
+
+
+@contextmanager
+def preserve(residuals: Sequence[Tensor]) -> Iterator[None]:
+    """Put zeros in the place of residuals, and the residuals back at the end."""
+    kept = [residual.clone() for residual in residuals]
+    for residual in residuals:
+        residual.zero_()
+    try:
+        yield
+    finally:
+        for residual, before in zip(residuals, kept, strict=True):
+            residual.copy_(before)
+
+
+def residual_dtype(gradient: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a gradient's residual is kept: at least float32, since small values add up in it."""
+    return gradient if gradient.itemsize >= 4 else torch.float32
+
+
+def slots_of(bucket: GradBucket) -> Iterator[tuple[str, int, int]]:
+    """Yield name, offset in the buffer and length in real elements of each parameter."""
+    offset = 0
+    for name, param in zip(bucket.names, bucket.parameters(), strict=True):
+        numel = param.numel() * (2 if param.is_complex() else 1)
+        yield name, offset, numel
+        offset += numel
+
+
+def require_numel(name: str, expected: int, found: Tensor) -> None:
+    """Raise unless a residual from a checkpoint has as many elements as its parameter."""
+    if found.numel() != expected:
+        raise ValueError(
+            f"Expected a residual of {expected} elements for parameter {name!r}, found {found.numel()} in the "
+            "checkpoint."
+        )
