@@ -1,4 +1,4 @@
-"""A backward that an exception ends, and that the user catches: all ranks go on right, or all raise; never a wrong value."""
+"""A backward that an exception ends and that the user catches: all ranks go on right, or all raise."""
 
 import time
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _reference(step: int) -> list[Tensor]:
 
 
 def _train(ranks_that_fail: list[int], at_layer: int, settings: dict[str, Any], hook: Any = None) -> list[str]:
-    """Train with an exception in the backward of one step; say for each step how far gradients are off, or what raised."""
+    """Train with an exception in one backward; say for each step how far gradients are off, or what raised."""
     rank = dist.get_rank()
     net = _net()
     model = ldh.DataParallel(net, comm_hook=hook, bucket_cap_mb=0.002, first_bucket_mb=0.001, **settings)

@@ -1,6 +1,7 @@
-"""No rank acts on what the others cannot know at the same point: what one finds out alone is settled a backward later."""
+"""No rank acts on what the others cannot know at the same point: what one finds out alone is settled later."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -68,9 +69,9 @@ class Ranks:
         return all(torch.equal(other, flat) for other in gathered)
 
 
-def _what_raises(call: Callable[[], None]) -> str:
+def _what_raises(call: Callable[..., None], *args: Any, **kwargs: Any) -> str:
     try:
-        call()
+        call(*args, **kwargs)
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -78,9 +79,9 @@ def _what_raises(call: Callable[[], None]) -> str:
 
 def _missing_in_mid_run(backend: Backend, hook: Any) -> list[Any]:
     run = Ranks(backend, hook)
-    first = _what_raises(lambda: run.step(WARM, without=2 if run.rank == 1 else None))
+    first = _what_raises(run.step, WARM, without=2 if run.rank == 1 else None)
     alike = run.replicas_are_alike()
-    return [first, alike, _what_raises(lambda: run.step(WARM + 1))]
+    return [first, alike, _what_raises(run.step, WARM + 1)]
 
 
 @pytest.mark.parametrize("hook", [None, "bf16", "int8"])
@@ -96,7 +97,7 @@ def test_a_missing_gradient_counts_as_zeros_and_raises_on_all_ranks_at_the_end_o
 
 def _missing_at_the_end(backend: Backend, hook: Any) -> list[Any]:
     run = Ranks(backend, hook)
-    first = _what_raises(lambda: run.step(WARM, without=2 if run.rank == 1 else None))
+    first = _what_raises(run.step, WARM, without=2 if run.rank == 1 else None)
     return [first, _what_raises(run.meet)]
 
 
@@ -110,7 +111,7 @@ def test_in_the_last_backward_it_raises_where_ranks_meet(backend: Backend, hook:
 
 def _nothing_is_wrong(backend: Backend, hook: Any) -> list[Any]:
     run = Ranks(backend, hook)
-    found = [_what_raises(lambda: run.step(step)) for step in range(WARM, WARM + 4)]
+    found = [_what_raises(run.step, step) for step in range(WARM, WARM + 4)]
     return [*found, _what_raises(run.meet), _what_raises(run.meet)]
 
 
@@ -165,7 +166,7 @@ def _aborted(backend: Backend, ranks: list[int]) -> list[Any]:
     for step in range(WARM, WARM + 4):
         fails = step == WARM + 1 and run.rank in ranks
         try:
-            found.append(_what_raises(lambda: run.step(step)))  # noqa: B023
+            found.append(_what_raises(run.step, step))
         except _Boom:
             found.append("boom")
         if found[-1] not in ("boom", "nothing"):
@@ -192,11 +193,11 @@ def _unfreeze(backend: Backend, on: list[int]) -> list[Any]:
     for step in range(WARM, WARM + 8):
         if step in (WARM, WARM + 3) and run.rank in on:
             run.net.layers[0].requires_grad_(step > WARM)
-        found.append(_what_raises(lambda: run.step(step)))  # noqa: B023
+        found.append(_what_raises(run.step, step))
         if found[-1] != "nothing":
             return [found, [], False]
         weights.append(run.net.layers[0].weight.detach().cpu().clone())
-    moved = [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
+    moved = [not torch.equal(a, b) for a, b in pairwise(weights)]
     return [found, moved, run.replicas_are_alike()]
 
 
@@ -224,7 +225,7 @@ def _status_behind_a_slow_read(backend: Backend) -> list[Any]:
     for step in range(WARM, WARM + 6):
         streams = [s.stream for s in run.model.reducer._in_flight.streams]
         sim.sleep(20, streams[-1])
-        found.append(_what_raises(lambda: run.step(step, without=1 if step == WARM + 2 and run.rank else None)))  # noqa: B023
+        found.append(_what_raises(run.step, step, without=1 if step == WARM + 2 and run.rank else None))
         if found[-1] != "nothing":
             break
     return found
