@@ -72,6 +72,32 @@ def span(name: str) -> AbstractContextManager[object]:
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 
+class OnStream:
+    """Makes a stream of any accelerator the current one.
+
+    torch 2.6 has no ``with stream:``, and later a stream can be entered only once at a time.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._index = _current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)  # makes its device the current one, too
+        if self._index != self._before.device_index:
+            _set_device_index(self._index)
+
+
+# torch 2.6 calls an index "idx".
+_accelerator: Any = torch.accelerator
+_current_device_index = getattr(_accelerator, "current_device_index", None) or _accelerator.current_device_idx
+_set_device_index = getattr(_accelerator, "set_device_index", None) or _accelerator.set_device_idx
+
+
 def buffer_tables(module: torch.nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
     """Return the name and the live table of buffers of each submodule.
 
@@ -98,6 +124,11 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
     """Scale each tensor in place in one call."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_abs_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the sum of absolute values of each tensor, in ``dtype``, in one call."""
+    return list(torch._foreach_norm(list(tensors), 1, dtype=dtype))
 
 
 def is_uninitialized(parameter: Tensor) -> bool:
@@ -451,6 +482,10 @@ def collectives_begun(group: ProcessGroup) -> int:
 def overlaps_itself(tensor: Tensor) -> bool:
     """Tell whether several elements of the tensor share memory, as in an expanded one."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# Set on fused optimizers until they have looked once at what they were given; it does not change an update.
+FUSED_CHECK_FLAG = "_need_device_dtype_check_for_fused"
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

@@ -366,9 +366,10 @@ def succeeded(work: Work) -> bool:
     if not work.is_completed():
         return False
     try:
-        return bool(work.is_success())
-    except (RuntimeError, NotImplementedError):  # NCCL does not say
-        return True
+        work.get_future().value()
+    except RuntimeError:
+        return False
+    return True
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:

@@ -21,8 +21,8 @@ from lightning_ddp_hooks.join.data_parallel_hook import (
     FORWARD_WITH_BUFFERS,
     DataParallelJoinHook,
 )
+from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.config import ReducerConfig
-from lightning_ddp_hooks.reducer.outputs import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 _P = ParamSpec("_P")

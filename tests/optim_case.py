@@ -74,6 +74,12 @@ def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
     return (model(x) - x[:, :3].sin()).square().mean()
 
 
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return how many bytes of state an optimizer holds on this rank."""
+    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    return sum(entry.nbytes for entry in entries if isinstance(entry, Tensor))
+
+
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

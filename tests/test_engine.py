@@ -29,19 +29,24 @@ class Host:
         self.engine: Engine = engine_factory(backend)(self.params, self, views)  # type: ignore[arg-type]
         self.on: dict[str, Callable[[], None]] = {}
         self.buckets: list[Bucket] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.engine.close()
 
     def lay_out(self, *buckets: Sequence[int], expected: Sequence[int] | None = None, scale: float = 0.5) -> None:
         self.buckets = [Bucket(BucketLayout.build(indices, self.params), self.params) for indices in buckets]
         streams = [HostStream() for _ in buckets]
         self.engine.set_layout(self.buckets, streams, expected or [1] * len(self.params))
         self.engine.set_scale(scale)
-        self.engine.hold = False
+        self.engine.recording = False
 
     def _hear(self, what: str, *rest: int) -> None:
         self.heard.append((what, *rest) if rest else what)
         self.on.get(what, lambda: None)()
 
-    def pass_begins(self) -> None:
+    def open_backward(self) -> None:
         self.engine.start()
         self._hear("begins")
 
@@ -49,11 +54,17 @@ class Host:
         self._hear("full", index)
 
     def backward_ended(self) -> None:
+        # The engine leaves the last bucket to whoever ends the backward.
+        last = len(self.buckets) - 1
+        if self.engine.complete and last >= 0 and not self.closed:
+            self.engine.fill(last)
+            self.engine.launched = len(self.buckets)
+            self._hear("full", last)
         self._hear("ended")
 
-    def backward_broke(self) -> None:
+    def backward_aborted(self) -> None:
         self.engine.stop()
-        self.engine.broken = False
+        self.engine.aborted = False
         self._hear("broke")
 
 
@@ -89,9 +100,9 @@ def test_write_back_makes_the_buckets_values_the_gradients(backend: str, views: 
     loss(params).backward()
     before = params[1].grad
     host.buckets[0].buffer.fill_(7)
-    host.engine.write_back(0, [1])
+    host.engine.copy_out(0, [1])
     assert params[1].grad is before
-    host.engine.write_back(0, [])
+    host.engine.copy_out(0, [])
     for param, view in zip(params, host.buckets[0].views, strict=True):
         assert param.grad is not None
         assert (param.grad is view) == views
@@ -104,7 +115,7 @@ def test_write_back_gives_a_gradient_to_a_parameter_that_has_none(backend: str) 
         host = Host(params, backend, views=views)
         host.lay_out([0])
         host.buckets[0].buffer.fill_(7)
-        host.engine.write_back(0, [])
+        host.engine.copy_out(0, [])
         assert params[0].grad is not None
         assert params[0].grad.stride() == params[0].stride()
         assert torch.equal(params[0].grad, torch.full_like(params[0], 7))
@@ -162,7 +173,7 @@ def test_a_gradient_that_lies_in_the_bucket_already_is_scaled_where_it_is(backen
     host = Host(params, backend)
     host.lay_out([0, 1])
     loss(params).backward()
-    host.engine.write_back(0, [])
+    host.engine.copy_out(0, [])
     host.engine.stop()
     expected = [(p.grad + g) * 0.5 for p, g in zip(params, gradients(params), strict=True)]
     loss(params).backward()
@@ -187,7 +198,7 @@ def test_on_hold_the_order_is_noted_and_nothing_is_launched(backend: str, views:
     params = weights((3,), (4,), (5,))
     host = Host(params, backend, views=views)
     host.lay_out([0, 1, 2])
-    host.engine.hold = True
+    host.engine.recording = True
     expected = torch.autograd.grad(params[0].sum() * 2 * params[2].sum(), [params[0], params[2]])
     (params[0].sum() * 2 * params[2].sum()).backward()
     assert host.heard == ["begins", "ended"]
@@ -209,7 +220,7 @@ def test_on_hold_a_gradient_may_come_again(backend: str, views: bool) -> None:
     params = weights((3, 4), LARGE, (5,), dtype=torch.float64) + weights((4,), dtype=torch.bfloat16)
     host = Host(params, backend, views=views)
     host.lay_out([0, 1, 2], [3])
-    host.engine.hold = True
+    host.engine.recording = True
     expected = [g + 2 * g for g in gradients(params, 1.0)]
     loss(params, 1.0).backward()
     loss(params, 2.0).backward()  # the pass is still open: as after the first of two re-entrant segments
@@ -225,7 +236,7 @@ def test_on_hold_a_sparse_gradient_stays_where_it_is(backend: str) -> None:
     params = weights((6, 2))
     host = Host(params, backend)
     host.lay_out([0])
-    host.engine.hold = True
+    host.engine.recording = True
     nn.functional.embedding(torch.tensor([1, 4]), params[0], sparse=True).sum().backward()
     assert params[0].grad is not None
     assert params[0].grad.is_sparse
@@ -284,7 +295,7 @@ def test_an_exception_of_the_host_leaves_backward_unchanged(backend: str, moment
 
     params = weights((3,), (4,))
     host = Host(params, backend)
-    host.lay_out([0, 1])
+    host.lay_out([0], [1])
     host.on[moment] = fail
     with pytest.raises(Mine, match="told you so"):
         loss(params).backward()
@@ -295,7 +306,7 @@ def test_an_exception_of_the_host_leaves_backward_unchanged(backend: str, moment
     loss(params).backward()
     # Before the first gradient is counted, and once the end has been told, there is nothing to give up.
     told = ["broke"] if moment == "full" else []
-    assert host.heard == [*told, "begins", ("full", 0), "ended"]
+    assert host.heard == [*told, "begins", ("full", 0), ("full", 1), "ended"]
 
 
 @pytest.mark.parametrize("moment", ["never", "begins", "full", "ended"])
@@ -303,9 +314,9 @@ def test_a_closed_engine_hears_nothing_more(backend: str, moment: str) -> None:
     params = weights((3,), LARGE)
     host = Host(params, backend)
     host.lay_out([0, 1])
-    host.on[moment] = host.engine.close
+    host.on[moment] = host.close
     if moment == "never":
-        host.engine.close()
+        host.close()
     graph = loss(params)
     graph.backward()
     host.engine.stop()
@@ -384,7 +395,7 @@ def test_what_the_engine_writes_is_seen_by_the_check_of_saved_tensors(backend: s
     host = Host(params, backend)
     host.lay_out([0, 1])
     loss(params).backward()
-    host.engine.write_back(0, [])
+    host.engine.copy_out(0, [])
     host.engine.stop()
     scale = torch.ones((), requires_grad=True)
     kept = sum((p.grad * scale * p.grad).sum() for p in params)

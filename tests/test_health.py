@@ -1,4 +1,4 @@
-"""The parts of the watch over other ranks, without other ranks: notes, reports, and who is given up when."""
+"""The parts of failure detection, without other ranks: heartbeats, reports, and who is given up when."""
 
 import itertools
 import os
@@ -12,17 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import EXIT_CODE, FailureDetector
-from lightning_ddp_hooks.health.heartbeat import MAX_TEXT, Heartbeat, Progress, State
-from lightning_ddp_hooks.health.heartbeat_thread import HeartbeatThread
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.heartbeat import MAX_TEXT, Heartbeat, HeartbeatThread, PeerStatus, Progress, State
+from lightning_ddp_hooks.health.logged import LoggedValues
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.health.report import (
     LIKELY_CAUSE,
-    PeerStatus,
     deadlocked,
     failed_ranks,
     failure_report,
@@ -31,38 +31,44 @@ from lightning_ddp_hooks.health.report import (
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.registry import resolve_hook
+from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.layout import BucketLayout
 
 HERE = Progress(3, 3, 1, 2, "bucket 0 ('a', 'b')")
 PERIOD = 0.05
 
 
-def _note(state: State = State.RUNNING, text: str = "") -> Heartbeat:
+def _heartbeat(state: State = State.RUNNING, text: str = "") -> Heartbeat:
     return Heartbeat(1, Progress(2), state, text)
 
 
-def test_a_note_survives_the_store() -> None:
-    note = Heartbeat(7, HERE, State.FAILED, "Traceback: ü")
-    assert Heartbeat.decode(note.encode()) == note
+def test_a_heartbeat_survives_the_store() -> None:
+    heartbeat = Heartbeat(7, HERE, State.FAILED, "Traceback: ü")
+    assert Heartbeat.decode(heartbeat.encode()) == heartbeat
 
 
 def test_of_a_long_text_the_end_is_kept() -> None:
-    assert Heartbeat.decode(_note(State.FAILED, "x" * 10 * MAX_TEXT + "end").encode()).text.endswith("xend")
-    assert len(_note(State.FAILED, "x" * 10 * MAX_TEXT).encode()) < 2 * MAX_TEXT
+    assert Heartbeat.decode(_heartbeat(State.FAILED, "x" * 10 * MAX_TEXT + "end").encode()).text.endswith("xend")
+    assert len(_heartbeat(State.FAILED, "x" * 10 * MAX_TEXT).encode()) < 2 * MAX_TEXT
 
 
 def test_only_ranks_that_ought_to_write_are_lost() -> None:
-    seen = {1: PeerStatus(_note(), 9), 2: PeerStatus(_note(State.FINISHED), 9), 3: PeerStatus(_note(), 1)}
-    assert lost_ranks(seen, 5) == [1]
-    assert failed_ranks({0: PeerStatus(_note(State.FAILED), 0), **seen}) == [0]
+    peers = {
+        1: PeerStatus(_heartbeat(), 9),
+        2: PeerStatus(_heartbeat(State.FINISHED), 9),
+        3: PeerStatus(_heartbeat(), 1),
+    }
+    assert lost_ranks(peers, 5) == [1]
+    assert failed_ranks({0: PeerStatus(_heartbeat(State.FAILED), 0), **peers}) == [0]
 
 
 def test_the_report_names_ranks_places_and_errors() -> None:
-    seen = {
-        1: PeerStatus(_note(), 9.4),
-        2: PeerStatus(_note(State.FAILED, "ValueError: bad\n"), 0),
-        3: PeerStatus(_note(), 0),
+    peers = {
+        1: PeerStatus(_heartbeat(), 9.4),
+        2: PeerStatus(_heartbeat(State.FAILED, "ValueError: bad\n"), 0),
+        3: PeerStatus(_heartbeat(), 0),
     }
-    assert failure_report(0, HERE, seen, silent_s=5) == (
+    assert failure_report(0, HERE, peers, silent_s=5) == (
         "Rank 2 failed at step 2, outside a backward.\n"
         "Rank 1 died or was stopped: no sign of life for 9 s; it was last seen at step 2, outside a backward.\n"
         "Rank 0, this one, was at step 3, in a backward with 1 of 2 buckets sent, waiting for bucket 0 ('a', 'b').\n"
@@ -77,33 +83,33 @@ def test_the_report_names_the_host_of_a_store_that_is_gone() -> None:
 
 
 def test_the_report_says_where_all_are_if_none_failed() -> None:
-    report = failure_report(0, HERE, {1: PeerStatus(_note(State.FINISHED), 0)}, silent_s=5)
+    report = failure_report(0, HERE, {1: PeerStatus(_heartbeat(State.FINISHED), 0)}, silent_s=5)
     assert "did ranks part ways?\nRank 1 (finished): step 2, outside a backward." in report
     assert report.splitlines()[-1] == LIKELY_CAUSE
 
 
 def test_a_likely_cause_is_told_only_if_none_failed() -> None:
-    seen = {1: _waits("a decision")}
-    report = failure_report(0, HERE, seen, silent_s=5, are_deadlocked=True, likely_cause="The moon.")
+    peers = {1: _waits("a decision")}
+    report = failure_report(0, HERE, peers, silent_s=5, are_deadlocked=True, likely_cause="The moon.")
     assert report.startswith("The ranks have parted ways")
     assert report.splitlines()[-1] == "The moon."
-    assert "The moon." not in failure_report(0, HERE, {1: PeerStatus(_note(State.FAILED), 0)}, silent_s=5)
-    assert LIKELY_CAUSE not in failure_report(0, HERE, seen, silent_s=5, are_deadlocked=True, likely_cause="")
+    assert "The moon." not in failure_report(0, HERE, {1: PeerStatus(_heartbeat(State.FAILED), 0)}, silent_s=5)
+    assert LIKELY_CAUSE not in failure_report(0, HERE, peers, silent_s=5, are_deadlocked=True, likely_cause="")
     for state in (State.FAILED, State.GAVE_UP):
-        assert LIKELY_CAUSE not in failure_report(0, HERE, {1: PeerStatus(_note(state, "Why."), 0)}, silent_s=5)
-    assert LIKELY_CAUSE not in failure_report(0, HERE, {1: PeerStatus(_note(), 9)}, silent_s=5)
+        assert LIKELY_CAUSE not in failure_report(0, HERE, {1: PeerStatus(_heartbeat(state, "Why."), 0)}, silent_s=5)
+    assert LIKELY_CAUSE not in failure_report(0, HERE, {1: PeerStatus(_heartbeat(), 9)}, silent_s=5)
 
 
 def test_a_rank_that_knows_nothing_itself_takes_the_word_of_one_that_gave_up() -> None:
-    seen = {1: PeerStatus(_note(State.GAVE_UP, "Rank 2 died or was stopped."), 0), 2: PeerStatus(_note(), 0)}
-    report = failure_report(0, HERE, seen, silent_s=5)
+    peers = {1: PeerStatus(_heartbeat(State.GAVE_UP, "Rank 2 died or was stopped."), 0), 2: PeerStatus(_heartbeat(), 0)}
+    report = failure_report(0, HERE, peers, silent_s=5)
     assert report.startswith("Rank 1 gave up: Rank 2 died or was stopped.\nRank 0, this one, was at step 3")
 
 
 def _waits(
-    what: str, *, buckets: int = 0, still_s: float = 9, state: State = State.RUNNING, silent_s: float = 0
+    what: str, *, buckets: int = 0, idle_s: float = 9, state: State = State.RUNNING, silent_s: float = 0
 ) -> PeerStatus:
-    return PeerStatus(Heartbeat(1, Progress(2, 2, buckets, buckets, what), state), silent_s, still_s)
+    return PeerStatus(Heartbeat(1, Progress(2, 2, buckets, buckets, what), state), silent_s, idle_s)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def _waits(
         ([_waits("bucket 0", buckets=2)], True),
         ([_waits("a value")], False),  # the same as this rank: the network is slow
         ([_waits("")], False),  # it computes
-        ([_waits("a decision", still_s=1)], False),  # it has only just come there
+        ([_waits("a decision", idle_s=1)], False),  # it has only just come there
         ([_waits("a decision", state=State.FINISHED)], False),
         ([_waits("a decision", silent_s=4)], False),  # it was stopped there, and may well have been on its way
         ([_waits("a decision"), _waits("")], False),
@@ -183,15 +189,15 @@ def test_work_within_torchs_package_is_not_taken_for_a_wait(module: str, name: s
 
 
 class Ranks:
-    """A watch for rank 0, and a rank 1 that only writes notes."""
+    """A failure detector for rank 0, and a rank 1 that only sends heartbeats."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.exits: list[int] = []
         self.step = itertools.repeat(0)
-        self.posts: list[HeartbeatThread] = []
-        self.other = self.post()
-        self.watch = FailureDetector(
+        self.threads: list[HeartbeatThread] = []
+        self.other = self.start_thread()
+        self.detector = FailureDetector(
             self.store,
             0,
             2,
@@ -201,20 +207,20 @@ class Ranks:
             exit_process=self.exits.append,
         )
 
-    def post(self) -> HeartbeatThread:
-        post = HeartbeatThread(self.store, 1, 2, lambda: Progress(5), PERIOD)
-        post.start()
-        self.posts.append(post)
-        return post
+    def start_thread(self) -> HeartbeatThread:
+        thread = HeartbeatThread(self.store, 1, 2, lambda: Progress(5), PERIOD)
+        thread.start()
+        self.threads.append(thread)
+        return thread
 
 
 @pytest.fixture
 def two() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
-    ranks.watch.stop()
-    for post in ranks.posts:
-        post.stop(5)
+    ranks.detector.stop()
+    for thread in ranks.threads:
+        thread.stop(5)
 
 
 def _within(seconds: float, condition: Callable[[], object]) -> bool:
@@ -247,7 +253,7 @@ def test_a_process_that_does_not_come_back_is_ended_with_the_report(
 
 def test_a_main_thread_that_comes_back_is_given_the_report(two: Ranks) -> None:
     two.other.send_last(State.FAILED, "ValueError: bad", 5)
-    report = two.watch.explain(RuntimeError("gloo: Connection closed by peer"))
+    report = two.detector.explain(RuntimeError("gloo: Connection closed by peer"))
     assert report is not None
     assert "Rank 1 failed at step 5" in report
     assert "ValueError: bad" in report
@@ -264,7 +270,7 @@ def test_a_signal_whose_handler_raises_does_not_break_the_report_off(two: Ranks)
     two.other.stop(5)
     timer.start()
     try:
-        report = two.watch.explain(RuntimeError("gloo: Connection closed by peer"))
+        report = two.detector.explain(RuntimeError("gloo: Connection closed by peer"))
     finally:
         timer.join()
         signal.signal(signal.SIGUSR2, before)
@@ -273,10 +279,10 @@ def test_a_signal_whose_handler_raises_does_not_break_the_report_off(two: Ranks)
 
 
 def test_an_error_of_ones_own_is_told_and_not_explained(two: Ranks) -> None:
-    assert two.watch.explain(ValueError("mine")) is None
-    two.other.wants_notes = True
-    assert _within(5, lambda: failed_ranks(two.other.seen()) == [0])
-    assert "ValueError: mine" in two.other.seen()[0].note.text
+    assert two.detector.explain(ValueError("mine")) is None
+    two.other.reads_peers = True
+    assert _within(5, lambda: failed_ranks(two.other.peers()) == [0])
+    assert "ValueError: mine" in two.other.peers()[0].heartbeat.text
 
 
 def test_a_rank_that_has_ended_is_not_lost(two: Ranks) -> None:
@@ -287,7 +293,7 @@ def test_a_rank_that_has_ended_is_not_lost(two: Ranks) -> None:
 
 
 def _aborts() -> int:
-    return sum(thread.name == "ldh-health-abort" for thread in threading.enumerate())
+    return sum(thread.name == "ldh-abort" for thread in threading.enumerate())
 
 
 # ---------------------------------------------------------------------- checks over ranks
@@ -313,28 +319,78 @@ def test_replicas_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
         assert "apart now: 'c' differs between ranks 0, 2 and rank 1 (1 of 3 parameters differ)" in text
 
 
-def _first_bad() -> str:
-    group = comm.new_group(comm.resolve_group(None), cpu=True)
-    weight = torch.nn.Parameter(torch.ones(2))
-    table = torch.nn.Embedding(3, 2, sparse=True)
-    nonfinite = NonfiniteGradients(group)
-    for _ in range(2):  # watched twice, looked at once
-        nonfinite.watch([("weight", weight), ("table", table.weight)])
-    factor = float("nan") if comm.rank() == 1 else 1.0
-    (table(torch.tensor([0, 0])).sum() * factor + weight.sum()).backward()
+def _told(look: Callable[[NonfiniteGuard, float], None]) -> str:
+    guard = NonfiniteGuard(comm.new_group(comm.resolve_group(None), cpu=True))
+    look(guard, float("inf") if comm.rank() == 1 else 1.0)
     try:
-        nonfinite.check(4)
+        guard.check(4)
     except RuntimeError as error:
+        guard.check(5)  # what was told is forgotten
         return str(error)
-    finally:
-        nonfinite.close()
     return ""
 
 
+def _bucket(*gradients: Tensor) -> GradBucket:
+    params = [torch.zeros_like(gradient) for gradient in gradients]
+    bucket = Bucket(BucketLayout.build(range(len(params)), params), params)
+    for view, gradient in zip(bucket.views, gradients, strict=True):
+        view.copy_(gradient)
+    return GradBucket(bucket, 0, True, tuple("abcdef"[: len(params)]), 2.0)
+
+
+def _look_at_buckets(guard: NonfiniteGuard, factor: float) -> None:
+    whole, bad, pair = torch.ones(3), torch.tensor([[1.0, factor]]), torch.tensor([complex(1, factor - factor)])
+    guard.look(_bucket(whole, bad, whole * factor))
+    guard.look(_bucket(torch.full((9,), 60000.0, dtype=torch.float16)))  # finite, though a sum in half precision is not
+    later = _bucket(pair)
+    guard.look(later)
+    later.buffer().zero_()  # reduced meanwhile
+
+
+def _look_in_order(guard: NonfiniteGuard, factor: float) -> None:
+    guard.order = ["c", "a", "b"]
+    _look_at_buckets(guard, factor)
+
+
+def _look_at_sparse(guard: NonfiniteGuard, factor: float) -> None:
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    (table(torch.tensor([0, 0])).sum() * factor).backward()
+    assert table.weight.grad is not None
+    guard.look_at("table", table.weight.grad)
+
+
+def _look_at_all(guard: NonfiniteGuard, factor: float) -> None:
+    gradients = [torch.ones(2), None, torch.ones(1).half(), torch.full((2, 2), factor), torch.ones(0)]
+    guard.look_at_all(zip("abcde", gradients, strict=True))
+
+
 @pytest.mark.ranks
-def test_a_sparse_gradient_is_looked_at() -> None:
-    for text in run_ranks(_first_bad):
-        assert "in step 4, before any exchange: rank 1: the gradient of 'table'. " in text
+@pytest.mark.parametrize(
+    ("look", "found"),
+    [
+        (_look_at_buckets, "'b' (and of 2 more parameters)"),
+        (_look_in_order, "'c' (and of 2 more parameters)"),
+        (_look_at_sparse, "'table'"),
+        (_look_at_all, "'d'"),
+    ],
+)
+def test_gradients_that_are_not_finite_are_told_by_all(
+    look: Callable[[NonfiniteGuard, float], None], found: str
+) -> None:
+    for text in run_ranks(_told, look):
+        assert f"in step 4, before any exchange: rank 1: the gradient of {found}. " in text
+
+
+def _log_on_a_device_that_is_neither_cpu_nor_cuda() -> tuple[bool, float]:
+    logged = LoggedValues(torch.device("xpu"), lambda: 0)
+    with logged.entry("training_step", "loss"):
+        value = float(logged.reduce(torch.tensor(float(comm.rank())), "mean"))
+    return logged._device_group is logged._host_group, value
+
+
+@pytest.mark.ranks
+def test_values_of_any_device_and_of_the_host_have_groups_of_their_own() -> None:
+    assert run_ranks(_log_on_a_device_that_is_neither_cpu_nor_cuda) == [(False, 0.5)] * 2
 
 
 # ---------------------------------------------------------------------- what hooks make of replicas

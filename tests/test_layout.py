@@ -99,7 +99,7 @@ def test_a_model_of_less_than_two_first_buckets_has_one_bucket() -> None:
 )
 def test_views_have_the_parameters_shape_and_strides_and_lie_in_the_buffer(param: torch.Tensor) -> None:
     before = torch.zeros(3, dtype=param.dtype)
-    bucket = Bucket(BucketLayout.build([0, 1], [before, param]), [before, param], tail=True)
+    bucket = Bucket(BucketLayout.build([0, 1], [before, param]), [before, param], status=True)
     view = bucket.views[1]
     assert view.shape == param.shape
     if param.is_contiguous() or param.numel() == param.untyped_storage().nbytes() // param.element_size():
@@ -108,6 +108,6 @@ def test_views_have_the_parameters_shape_and_strides_and_lie_in_the_buffer(param
     real = 2 if param.is_complex() else 1
     assert int(bucket.buffer.count_nonzero()) == param.numel()
     assert bucket.buffer.numel() == (3 + param.numel()) * real
-    assert bucket.tail is not None
-    assert bucket.tail.item() == 0
+    assert bucket.status_slot is not None
+    assert bucket.status_slot.tolist() == [0, 0]
     view.detach_()  # what zero_grad(set_to_none=False) does; raises on tracked views

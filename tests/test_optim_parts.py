@@ -1,6 +1,7 @@
 """The parts of a sharded optimizer, each alone: partition, owners, steps in parts, the trial, settings."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,16 +22,16 @@ from lightning_ddp_hooks.hooks import (
     PowerSGD,
     Rule,
     TorchHook,
+    fp16_compress_hook,
     noop_hook,
     post_local_sgd_hook,
 )
 from lightning_ddp_hooks.hooks.compose import Schedule, Stage
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.optim import OptimizerInHook, PostLocalSGDOptimizer
-from lightning_ddp_hooks.optim.owners import Owners
-from lightning_ddp_hooks.optim.partition import partition
-from lightning_ddp_hooks.optim.probe import check_fit
-from lightning_ddp_hooks.optim.replicas import refuse_diverging
-from lightning_ddp_hooks.optim.subset import SubsetStep, replace_step
+from lightning_ddp_hooks.optim.partial_step import PartialStepper, replace_step
+from lightning_ddp_hooks.optim.separability import check_separable
+from lightning_ddp_hooks.optim.sharding import ShardAssignment, diverging_part, partition, refuse_diverging
 
 # ---------------------------------------------------------------------- partition
 
@@ -52,18 +53,18 @@ def test_a_partition_counts_what_ranks_carry_already() -> None:
 
 def test_owners_stay_and_bundles_stay_together() -> None:
     params = [torch.zeros(size) for size in (8, 4, 2, 1)]
-    owners = Owners(2, rank=1)
+    shards = ShardAssignment(2, rank=1)
 
-    fresh = owners.assign([params[:1], params[1:3]])
-    assert [owners.of(p) for p in params[:3]] == [0, 1, 1]
+    fresh = shards.assign([params[:1], params[1:3]])
+    assert [shards.owner(p) for p in params[:3]] == [0, 1, 1]
     assert all(one is other for one, other in zip(fresh, params[:3], strict=True))
-    assert not owners.knows(params[3])
-    assert [owners.owns(p) for p in params[:3]] == [False, True, True]
+    assert not shards.has(params[3])
+    assert [shards.is_own(p) for p in params[:3]] == [False, True, True]
 
-    assert owners.assign([params])[0] is params[3]
-    assert [owners.of(p) for p in params] == [0, 1, 1, 1]
-    assert Owners.everybody().assign([params]) == []
-    assert Owners.everybody().owns(params[0])
+    assert shards.assign([params])[0] is params[3]
+    assert [shards.owner(p) for p in params] == [0, 1, 1, 1]
+    assert ShardAssignment().assign([params]) == []
+    assert ShardAssignment().is_own(params[0])
 
 
 # ---------------------------------------------------------------------- steps in parts
@@ -73,17 +74,17 @@ def test_owners_stay_and_bundles_stay_together() -> None:
 def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
     whole, parts = make_model(), make_model()
     optimizer, other = OPTIMIZERS[name](groups_of(whole)), OPTIMIZERS[name](groups_of(parts))
-    subset = SubsetStep(other)
+    stepper = PartialStepper(other)
     for step in range(5):
         for model in (whole, parts):
             model.zero_grad()
             loss_of(model, step, rank=0).backward()
         optimizer.step()
-        subset.notice_groups()
+        stepper.notice_groups()
         params = list(parts.parameters())
         for first in range(0, 9, 3):
-            subset.run(params[first : first + 3], last=False)
-        subset.run(params[9:], last=True)
+            stepper.run(params[first : first + 3], last=False)
+        stepper.run(params[9:], last=True)
     assert_bitwise(values(parts), values(whole))
     for group, expected in zip(other.param_groups, optimizer.param_groups, strict=True):
         assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in expected.items() if k != "params"}
@@ -93,10 +94,10 @@ def test_a_step_in_parts_is_the_whole_step(name: str) -> None:
 def test_an_error_in_a_part_leaves_the_groups_whole() -> None:
     optimizer = torch.optim.SGD(groups_of(make_model()), lr=0.1)
     before = [list(group["params"]) for group in optimizer.param_groups]
-    subset = SubsetStep(optimizer)
-    subset.notice_groups()
+    stepper = PartialStepper(optimizer)
+    stepper.notice_groups()
     with pytest.raises(TypeError):
-        subset.run(before[0][:1], last=False, arguments={"nonsense": 1})
+        stepper.run(before[0][:1], last=False, arguments={"nonsense": 1})
     after = [group["params"] for group in optimizer.param_groups]
     assert [list(map(id, part)) for part in after] == [list(map(id, part)) for part in before]
 
@@ -239,32 +240,63 @@ class WithEvaluation(_Each):
         pass
 
 
-def _fit(make: Callable[[Any], Optimizer], *, sharded: bool = True) -> SubsetStep:
-    optimizer = make(groups_of(make_model()))
+def _fit(
+    make: Callable[[Any], Optimizer], *, sharded: bool = True, dtype: torch.dtype = torch.float32
+) -> PartialStepper:
+    optimizer = make(groups_of(make_model(dtype)))
     before = copy.deepcopy(optimizer.state_dict())
     random = torch.get_rng_state()
-    subset = SubsetStep(optimizer)
-    check_fit(optimizer, subset, sharded=sharded)
+    stepper = PartialStepper(optimizer)
+    check_separable(optimizer, stepper, sharded=sharded)
     assert torch.equal(torch.get_rng_state(), random)
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert after["state"].keys() == before["state"].keys()
-    return subset
+    return stepper
 
 
+def _of_torch() -> dict[str, tuple[type[Optimizer], dict[str, Any]]]:
+    """Return torch's optimizers, each plain and in the other forms that it has."""
+    made = {}
+    for name, cls in vars(torch.optim).items():
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and name not in ("Optimizer", "LBFGS", "SparseAdam"):
+            made[name] = (cls, {})
+            for form in ("foreach", "fused"):
+                if form in inspect.signature(cls).parameters:
+                    made[f"{name} {form}"] = (cls, {form: True})
+    return made
+
+
+OF_TORCH = _of_torch()
 ADVANCING = {"lion": Lion, "counts": CountsSteps, "makes its counter": MakesItsCounter}
-TORCH = {
-    name: (lambda params, cls=cls: cls(params, lr=0.01))
-    for name, cls in vars(torch.optim).items()
-    if isinstance(cls, type)
-    and issubclass(cls, Optimizer)
-    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
-}
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_torchs_optimizers_pass(name: str) -> None:
-    assert _fit(TORCH[name]).advances is False
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_torchs_optimizers_pass(name: str, dtype: torch.dtype) -> None:
+    cls, settings = OF_TORCH[name]
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        if name == "Muon":  # for matrices only
+            groups = groups[:1]
+        return cls(groups, lr=0.01, **settings)  # type: ignore[call-arg]
+
+    assert _fit(make, dtype=dtype).advances is False
+
+
+class CountsFused(torch.optim.SGD):
+    """A user's subclass that counts its steps, as any may."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        super().step()
+
+
+def test_a_fused_optimizers_own_values_still_advance() -> None:
+    assert _fit(lambda params: CountsFused(params, lr=0.01, fused=True)).advances
 
 
 @pytest.mark.parametrize("make", [Noisy, Uncopyable], ids=lambda make: make.__name__)
@@ -282,12 +314,8 @@ def test_the_trial_notices_values_that_advance(name: str) -> None:
     assert _fit(ADVANCING[name]).advances
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of a newer torch")
-def test_a_warm_up_from_zero_and_muon_pass() -> None:
+def test_a_warm_up_from_zero_passes() -> None:
     _fit(lambda params: torch.optim.Adam(params, lr=0.0))
-    model = make_model()
-    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
-    check_fit(optimizer, SubsetStep(optimizer), sharded=True)
 
 
 CROSSING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
@@ -315,7 +343,7 @@ def test_a_wrapper_is_refused() -> None:
     wrapper = object.__new__(PostLocalSGDOptimizer)
     wrapper.optim = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     with pytest.raises(ValueError, match="PostLocalSGDOptimizer wraps another optimizer"):
-        check_fit(wrapper, SubsetStep(wrapper), sharded=True)
+        check_separable(wrapper, PartialStepper(wrapper), sharded=True)
 
 
 # ---------------------------------------------------------------------- settings
@@ -353,5 +381,52 @@ def test_hooks_that_leave_ranks_apart_are_refused(name: str) -> None:
 
 
 def test_other_hooks_are_not() -> None:
-    for hook in (None, PowerSGD(rank=1), Cast(BlockQuantize(), "float16"), Schedule([Stage(0, "bf16")])):
+    simple = TorchHook(hook=fp16_compress_hook)
+    for hook in (None, PowerSGD(rank=1), Cast(BlockQuantize(), "float16"), Schedule([Stage(0, "bf16")]), simple):
         refuse_diverging(hook)
+
+
+class Local(CommHook):
+    """A user's own hook that leaves each rank its gradients."""
+
+    def bind(self, context: BindContext) -> BoundHook:
+        raise NotImplementedError
+
+
+class Says(Local):
+    def replicas_differ_from(self) -> int | None:
+        return None
+
+
+class SaysOfAFunction(TorchHook):
+    def replicas_differ_from(self) -> int | None:
+        return None
+
+
+def own_function(state: Any, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+@pytest.mark.parametrize("hook", [Local(), Cast(Local(), "float16")], ids=["alone", "inside another"])
+def test_a_users_own_hook_must_say_that_ranks_get_the_same(hook: CommHook) -> None:
+    with pytest.raises(
+        ValueError, match=r"hook Local may leave .* override `replicas_differ_from` in its class to ret"
+    ):
+        refuse_diverging(hook)
+
+
+def test_so_must_a_users_own_function() -> None:
+    with pytest.raises(ValueError, match=r"hook own_function may leave ranks .* in a subclass of TorchHook for it"):
+        refuse_diverging(TorchHook(hook=own_function))
+
+
+@pytest.mark.parametrize("hook", [Says(), Cast(Says(), "float16"), SaysOfAFunction(hook=own_function)], ids=str)
+def test_a_users_own_hook_that_says_so_is_taken(hook: CommHook) -> None:
+    refuse_diverging(hook)
+    assert diverging_part(hook) is None
+
+
+def test_of_a_hook_that_says_nothing_it_is_not_claimed_that_ranks_differ() -> None:
+    for hook in (Local(), Cast(Local(), "float16"), TorchHook(hook=own_function)):
+        assert diverging_part(hook) is None
+    assert diverging_part(Cast(Noop(), "float16")) == "Noop"

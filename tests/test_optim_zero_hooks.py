@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends import ENGINES_AND_RANKS, require
-from optim_case import BUCKETS, OPTIMIZERS, assert_bitwise, groups_of, loss_of, make_model, values
+from optim_case import BUCKETS, OPTIMIZERS, assert_bitwise, groups_of, loss_of, make_model, state_bytes, values
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import hooks, optim
-from lightning_ddp_hooks.optim.state import state_bytes
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from odd_models import Mlp, data
 from ranks import run_ranks
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks.reducer import flights as flights_module
+from lightning_ddp_hooks.reducer import in_flight as in_flight_module
 from lightning_ddp_hooks.reducer import stream
 
 pytestmark = pytest.mark.ranks
@@ -47,7 +47,7 @@ class RecordingStream:
 
 def _record(views: bool) -> list[str]:
     log: list[str] = []
-    flights_module.comm_stream = lambda device: RecordingStream(log)  # type: ignore[assignment]
+    in_flight_module.comm_stream = lambda device: RecordingStream(log)  # type: ignore[assignment]
     net = Mlp(layers=2)
 
     def hook(state: list[str], bucket: ldh.GradBucket) -> torch.Tensor:
@@ -93,4 +93,4 @@ def test_the_host_stream_does_nothing() -> None:
     with host.after_compute(), host.context():
         host.join()
     assert not host.asynchronous
-    assert host.read(torch.tensor([3.0])).value() == 3.0
+    assert host.read(torch.tensor([3.0, 4.0])).values() == [3.0, 4.0]

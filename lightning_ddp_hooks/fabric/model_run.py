@@ -30,13 +30,13 @@ from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
 from lightning_ddp_hooks.fabric.settings import Settings
 from lightning_ddp_hooks.health.heartbeat import Progress
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
-from lightning_ddp_hooks.reducer.outputs import roots_in
+from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.strategy.sent import SentOnce
 
@@ -96,7 +96,8 @@ class ModelRun:
         self._weights_loaded = False
         # A GradScaler makes gradients infinite on purpose, and skips such steps.
         detects = settings.detect_nonfinite and not scaled
-        self._nonfinite = NonfiniteGradients(self.reducer.control_group) if detects else None
+        self._nonfinite = NonfiniteGuard(self.reducer.control_group) if detects else None
+        self.reducer.nonfinite = self._nonfinite
         self._early = ExitStack()
         self.driver = self._make_driver(optimizers)
         if settings.hook is not None:
@@ -177,8 +178,6 @@ class ModelRun:
         if reducer.sync:
             self._awaits_backward = True
             reducer.watch_backward_of(roots_in(output))
-        if self._nonfinite is not None:
-            self._nonfinite.watch(zip(reducer.names, reducer.params, strict=True))
         if reducer.synced_backwards and not self._warned and not self.optimizers:
             self._warn_of_a_clock_that_stands()
 
@@ -233,6 +232,9 @@ class ModelRun:
             with reducer.backward_window():
                 pass
         if self._nonfinite is not None:
+            if reducer.synced_backwards == self._passes_before:  # the gradients are used as they are
+                named = zip(reversed(reducer.names), reversed(reducer.params), strict=True)
+                self._nonfinite.look_at_all((name, param.grad) for name, param in named)
             self._nonfinite.check(self.step)
         return not (joins and reducer.skip_step)
 
@@ -406,8 +408,6 @@ class ModelRun:
             return
         self.closed = True
         self._early.close()
-        if self._nonfinite is not None:
-            self._nonfinite.close()
         if self._averaging is not None:
             self._averaging.close()
             self._loading.remove()

@@ -24,9 +24,9 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.attach import attach_report
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.health.report import attach_report
 
 _current: FabricWatch | None = None
 
@@ -109,7 +109,7 @@ def start(
     def moving_or_waiting() -> Progress:
         place, waits = where()
         # Without groups there is nobody to wait for.
-        return place if waits and comm.is_initialized() else replace(place, passes=next(ticks))
+        return place if waits and comm.is_initialized() else replace(place, synced_backwards=next(ticks))
 
     watch = FailureDetector(
         store,

@@ -1,7 +1,7 @@
-"""Find out from outside in which collective a thread is blocked: it cannot say so itself.
+"""Find out from another thread in which collective a thread is blocked, since it cannot say so itself.
 
-Not only our own collectives let ranks wait, but also Lightning's, those of metrics, and the user's. Python's stack
-shows them all, and each group counts its collectives, so that two looks at the same place can be told from no progress.
+Not only our own collectives make ranks wait, but also Lightning's, those of metrics, and the user's. Python's stack
+shows them all, and each group counts its collectives, which tells a further one at the same place from no progress.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _PICKLING = ("_object_to_tensor", "_tensor_to_object")
 
 
 def blocking_collective(thread: int) -> str:
-    """Say which collective a thread waits in, and where it was called; from any other thread.
+    """Return which collective a thread waits in and where it was called, as in "`barrier` called by fit (train.py:31)".
+
+    The text is empty outside a collective of ``torch.distributed``, and for one that moves more than a few numbers,
+    since it may be making progress.
 
     Args:
-        thread: as from `threading.get_ident`.
-
-    Returns:
-        Such as ``"`barrier` called by fit (train.py:31)"``; empty outside a collective of ``torch.distributed``, and
-        for one that moves more than a few numbers, since it may be on its way.
+        thread: Identifier of the thread, as from `threading.get_ident`.
     """
     frame = sys._current_frames().get(thread)
     call: FrameType | None = None
@@ -35,20 +34,17 @@ def blocking_collective(thread: int) -> str:
         return ""
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
         call, frame = frame, frame.f_back
-        if any(_large(value) for value in list(call.f_locals.values())):
+        if any(_is_large(value) for value in list(call.f_locals.values())):
             return ""
     if call is None or frame is None:
         return ""
     code = frame.f_code
     # A decorator of torch's stands between the call and what is called.
-    called = call.f_locals.get("func")
-    name = getattr(called, "__name__", call.f_code.co_name)
+    name = getattr(call.f_locals.get("func"), "__name__", call.f_code.co_name)
     return f"`{name}` called by {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
-def _large(value: object) -> bool:
+def _is_large(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.nbytes > _SMALL_BYTES
-    if isinstance(value, (list, tuple)):
-        return any(_large(item) for item in value)
-    return False
+    return isinstance(value, (list, tuple)) and any(map(_is_large, value))

@@ -1,53 +1,44 @@
-"""What a rank says of itself to the others: where it is, and how it ended."""
+"""What each rank tells the others about itself, and the thread that exchanges it through the store."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from lightning_ddp_hooks import comm
+
 # Of a traceback the end tells most; a store is no place for megabytes.
 MAX_TEXT = 6000
+# How many heartbeats all ranks together may read from the store in a second.
+_READS_PER_SECOND = 50_000
 
 
 class State(str, Enum):
-    """What has become of a rank.
-
-    Attributes:
-        RUNNING: it trains.
-        FAILED: an error of its own ended it.
-        GAVE_UP: it ended because of another rank.
-        FINISHED: its fit is over.
-    """
+    """What has become of a rank."""
 
     RUNNING = "running"
-    FAILED = "failed"
-    GAVE_UP = "gave up"
+    FAILED = "failed"  # by an error of its own
+    GAVE_UP = "gave up"  # because of another rank
     FINISHED = "finished"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank has come.
-
-    Attributes:
-        step: the training step.
-        passes: how many synchronised backwards it has ended.
-        launched: how many buckets of the backward that is running were sent.
-        buckets: how many there are; 0 outside a backward.
-        waits_for: what it waits for from the other ranks, in words; empty if nothing is known to be on its way.
-        collectives: how many collectives it has begun, in all groups.
-    """
+    """How far a rank has come: its training step, and its place within the current backward."""
 
     step: int
-    passes: int = 0
+    synced_backwards: int = 0
     launched: int = 0
-    buckets: int = 0
-    waits_for: str = ""
-    collectives: int = 0
+    buckets: int = 0  # of the current backward; 0 outside a backward
+    waits_for: str = ""  # what other ranks have to send, in words; empty if nothing is known to be under way
+    collectives: int = 0  # begun so far, in all groups
 
     def text(self) -> str:
-        """Say it in words."""
+        """Describe the place in words."""
         place = f"step {self.step}, outside a backward"
         if self.buckets:
             place = f"step {self.step}, in a backward with {self.launched} of {self.buckets} buckets sent"
@@ -56,26 +47,140 @@ class Progress:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank has written down for the others.
+    """One message from a rank to the others; ``text`` says why it failed, with the traceback, or why it gave up."""
 
-    Attributes:
-        beat: grows with each note, so that readers see that the rank lives, without comparing clocks.
-        where: how far it has come.
-        state: what has become of it.
-        text: its own error, with the traceback, if it failed; why it gave up, if it did.
-    """
-
-    beat: int
-    where: Progress
+    beat: int  # grows, so that readers see that the rank lives without comparing clocks
+    progress: Progress
     state: State = State.RUNNING
     text: str = ""
 
     def encode(self) -> str:
-        """Return the note in JSON: what comes from another process is not unpickled."""
+        """Return the heartbeat in JSON: what comes from another process is not unpickled."""
         return json.dumps({**asdict(self), "text": self.text[-MAX_TEXT:]})
 
     @classmethod
     def decode(cls, data: str | bytes) -> Heartbeat:
         """Undo `encode`."""
         fields = json.loads(data)
-        return cls(int(fields["beat"]), Progress(**fields["where"]), State(fields["state"]), str(fields["text"]))
+        return cls(int(fields["beat"]), Progress(**fields["progress"]), State(fields["state"]), str(fields["text"]))
+
+
+@dataclass(frozen=True)
+class PeerStatus:
+    """What is known about another rank: its last heartbeat, and seconds since that was new and since it got on."""
+
+    heartbeat: Heartbeat
+    silent_s: float
+    idle_s: float = 0.0
+
+
+class HeartbeatThread(threading.Thread):
+    """Writes this rank's heartbeat every ``period`` seconds, and reads the others' on request.
+
+    A thread of its own, with a connection of its own, since a call to a store whose host was stopped may never return.
+    """
+
+    def __init__(
+        self, store: comm.Store, rank: int, world_size: int, progress: Callable[[], Progress], period: float
+    ) -> None:
+        super().__init__(name="ldh-heartbeat", daemon=True)
+        self._store = store
+        self._rank = rank
+        self._progress = progress
+        self._period = period
+        self._others = [other for other in range(world_size) if other != rank]
+        self._read_every = max(period, world_size**2 / _READS_PER_SECOND)
+        self._read_at = 0.0
+        self._beat = 0
+        self._last: tuple[State, str] | None = None
+        self._last_is_sent = threading.Event()
+        self._wake = threading.Event()
+        self._ends = False
+        # The last heartbeat of each rank, when it was new, and when the rank had last made progress.
+        self._peers: dict[int, tuple[Heartbeat, float, float]] = {}
+        self.reads_peers = False  # whether the others' heartbeats are read
+        self.alarms = 0  # ranks that have written that they failed or gave up
+        self.informed = self.finished = 0  # ranks that have read that, or finished; known once this rank has ended
+        self.answered_at = time.monotonic()  # the store's last answer
+        self.broken: Exception | None = None  # what the store ended with
+
+    def peers(self) -> dict[int, PeerStatus]:
+        """Return what is known about the other ranks; of silence only what passed up to the last reading counts."""
+        peers, read_at = self._peers, self._read_at
+        return {
+            other: PeerStatus(heartbeat, max(0.0, read_at - new_at), max(0.0, read_at - moved_at))
+            for other, (heartbeat, new_at, moved_at) in peers.items()
+        }
+
+    def send_last(self, state: State, text: str, timeout: float) -> None:
+        """Write how this rank ended; wait at most ``timeout`` seconds until it is written."""
+        if self._last is None:
+            self._last = (state, text)
+        self._wake.set()
+        self._last_is_sent.wait(timeout if self.is_alive() else 0)
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
+        """Exchange heartbeats in quick succession until a condition holds, for at most ``timeout`` seconds."""
+        deadline, pause = time.monotonic() + timeout, self._period / 1000  # mostly the others are almost there
+        while not condition() and self.is_alive() and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(pause)
+            pause = min(1.5 * pause, self._period / 20)
+
+    def stop(self, timeout: float) -> None:
+        """End the thread; it is left behind if the store does not answer within ``timeout`` seconds."""
+        self._ends = True
+        self._wake.set()
+        if self.is_alive():
+            self.join(timeout)
+
+    def run(self) -> None:
+        """Exchange heartbeats until `stop`."""
+        try:
+            while not self._ends:
+                self._exchange()
+                self._wake.wait(self._period)
+                self._wake.clear()
+            if self._last is not None and not self._last_is_sent.is_set():
+                self._write()
+        except Exception as error:  # of what kind depends on the store
+            self.broken = error
+
+    def _exchange(self) -> None:
+        self._write()
+        alarms = self._store.add("alarms", 0)
+        if alarms > self.alarms:
+            self._read()
+            if not self.alarms:
+                self._store.add("informed", 1)
+            self.alarms = alarms
+        elif not (self.reads_peers or alarms):
+            self._peers = {}  # what is not read grows old
+        elif time.monotonic() - self._read_at >= self._read_every:
+            self._read()
+        if self._last is not None:
+            self.informed = self._store.add("informed", 0)
+            self.finished = self._store.add("finished", 0)
+        self.answered_at = time.monotonic()
+
+    def _write(self) -> None:
+        last = self._last
+        self._beat += 1
+        heartbeat = Heartbeat(self._beat, self._progress(), *(last or (State.RUNNING, "")))
+        self._store.set(f"note/{self._rank}", heartbeat.encode())
+        if last is not None and not self._last_is_sent.is_set():
+            self._store.add("finished" if last[0] is State.FINISHED else "alarms", 1)
+            self._last_is_sent.set()
+
+    def _read(self) -> None:
+        keys = [f"note/{other}" for other in self._others]
+        if not self._store.check(keys):
+            return  # one has not begun; reading its heartbeat would mean waiting for it
+        heartbeats = [Heartbeat.decode(data) for data in self._store.multi_get(keys)]
+        now, peers = time.monotonic(), dict(self._peers)
+        for other, heartbeat in zip(self._others, heartbeats, strict=True):
+            before, _, moved_at = peers.get(other, (None, now, now))
+            if before is None or before.beat != heartbeat.beat:
+                stands = before is not None and before.progress == heartbeat.progress
+                peers[other] = (heartbeat, now, moved_at if stands else now)
+        self._peers, self._read_at = peers, now

@@ -14,17 +14,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(names: Sequence[str], params: Sequence[Tensor], group: comm.ProcessGroup, when: str) -> None:
-    """Compare parameters over the ranks; a collective call.
+    """Compare parameters over the ranks of a CPU group; a collective call.
 
     Each parameter's bits are summed as integers, which needs one pass over the memory and one wait for the device;
     ranks then exchange one number, and only if that differs the sum of each parameter. Two changes that cancel out
     exactly within one parameter go unnoticed.
-
-    Args:
-        names: of the parameters, the same on all ranks.
-        params: the parameters.
-        group: a CPU group.
-        when: the time, for the message.
 
     Raises:
         RuntimeError: on every rank; names the first parameter that differs, and the ranks on each side.
@@ -48,12 +42,10 @@ def check_replicas(names: Sequence[str], params: Sequence[Tensor], group: comm.P
 
 
 def _digests(params: Sequence[Tensor]) -> list[int]:
-    with torch.no_grad():
-        sums = [_sum_of_bits(param.detach()) for param in params]
-        return [] if not sums else [int(value) for value in torch.stack([s.to(sums[0].device) for s in sums]).tolist()]
+    sums = [_sum_of_bits(param.detach()) for param in params]
+    return [int(value) for value in torch.stack([s.to(sums[0].device) for s in sums]).tolist()] if sums else []
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)

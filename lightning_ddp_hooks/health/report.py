@@ -1,133 +1,102 @@
-"""The text of an error that another rank caused; pure."""
+"""Who failed, judged from the ranks' heartbeats, and the text that an error gets if another rank caused it; pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from lightning_ddp_hooks.health.heartbeat import Heartbeat, Progress, State
+from lightning_ddp_hooks.health.heartbeat import PeerStatus, Progress, State
 
 LIKELY_CAUSE = "A likely cause: dataloaders of different lengths on the ranks."
 """Of ranks that are at different places though none has failed, if nothing more is known."""
 
 
-@dataclass(frozen=True)
-class PeerStatus:
-    """What is known of another rank.
-
-    Attributes:
-        note: the last one that it wrote.
-        silent_s: seconds since it was new.
-        still_s: seconds since the rank came to where it is.
-    """
-
-    note: Heartbeat
-    silent_s: float
-    still_s: float = 0.0
+def lost_ranks(peers: Mapping[int, PeerStatus], silent_s: float) -> list[int]:
+    """Return the running ranks that have sent no heartbeat for ``silent_s`` seconds."""
+    return [rank for rank in _in_state(peers, State.RUNNING) if peers[rank].silent_s >= silent_s]
 
 
-def lost_ranks(seen: Mapping[int, PeerStatus], silent_s: float) -> list[int]:
-    """Return the ranks that ought to write notes and have not done so for ``silent_s`` seconds."""
-    return [
-        rank
-        for rank, sighting in sorted(seen.items())
-        if sighting.note.state is State.RUNNING and sighting.silent_s >= silent_s
-    ]
-
-
-def failed_ranks(seen: Mapping[int, PeerStatus]) -> list[int]:
+def failed_ranks(peers: Mapping[int, PeerStatus]) -> list[int]:
     """Return the ranks that an error of their own has ended."""
-    return [rank for rank, sighting in sorted(seen.items()) if sighting.note.state is State.FAILED]
+    return _in_state(peers, State.FAILED)
 
 
-def deadlocked(where: Progress, seen: Mapping[int, PeerStatus], world_size: int, still_s: float) -> bool:
+def resignations(peers: Mapping[int, PeerStatus]) -> list[str]:
+    """Return the reasons given by ranks that gave up."""
+    gave_up = {rank: peers[rank].heartbeat.text for rank in _in_state(peers, State.GAVE_UP)}
+    return [f"Rank {rank} gave up: {text}" for rank, text in gave_up.items() if text]
+
+
+def _in_state(peers: Mapping[int, PeerStatus], state: State) -> list[int]:
+    return [rank for rank, peer in sorted(peers.items()) if peer.heartbeat.state is state]
+
+
+def deadlocked(progress: Progress, peers: Mapping[int, PeerStatus], world_size: int, idle_s: float) -> bool:
     """Tell whether all ranks wait for each other, but not for the same thing, and so would wait for ever.
 
     A rank that says what it waits for has done its part of that, and does nothing else until the others have. (A rank
     that is in a backward may also be computing, but then it has buckets to send that no other rank has got past.) Ranks
-    in a backward wait for the same, also where one is a bucket ahead: a slow network is no reason to give up.
-
-    Args:
-        where: this rank's place.
-        seen: what is known of the other ranks.
-        world_size: the number of ranks.
-        still_s: for how long nobody must have moved.
+    in a backward wait for the same, also where one is a bucket ahead: a slow network is no reason to give up. None may
+    have made progress for ``idle_s`` seconds.
     """
-    waits = {_wait(where)}
-    for sighting in seen.values():
-        if sighting.note.state is not State.RUNNING or sighting.still_s < still_s:
+    waits = {_wait(progress)}
+    for peer in peers.values():
+        if peer.heartbeat.state is not State.RUNNING or peer.idle_s < idle_s:
             return False
-        if sighting.silent_s >= still_s / 2:  # it may be anywhere by now, or nowhere
+        if peer.silent_s >= idle_s / 2:  # it may be anywhere by now, or nowhere
             return False
-        waits.add(_wait(sighting.note.where))
-    return len(seen) == world_size - 1 and "" not in waits and len(waits) > 1
+        waits.add(_wait(peer.heartbeat.progress))
+    return len(peers) == world_size - 1 and "" not in waits and len(waits) > 1
 
 
-def _wait(where: Progress) -> str:
-    return "gradients" if where.buckets and where.waits_for else where.waits_for
-
-
-def accounts(seen: Mapping[int, PeerStatus]) -> list[str]:
-    """Return what the ranks that gave up have to say about who failed."""
-    return [
-        f"Rank {rank} gave up: {sighting.note.text}"
-        for rank, sighting in sorted(seen.items())
-        if sighting.note.state is State.GAVE_UP and sighting.note.text
-    ]
+def _wait(progress: Progress) -> str:
+    return "gradients" if progress.buckets and progress.waits_for else progress.waits_for
 
 
 def failure_report(
     rank: int,
-    where: Progress,
-    seen: Mapping[int, PeerStatus],
+    progress: Progress,
+    peers: Mapping[int, PeerStatus],
     *,
     silent_s: float,
     store_host: str | None = None,
     are_deadlocked: bool = False,
     likely_cause: str = LIKELY_CAUSE,
 ) -> str:
-    """Say which rank brought this one down, and where both were.
+    """Return several lines that say which rank brought this one down, and where both were.
 
-    Args:
-        rank: this rank.
-        where: this rank's place.
-        seen: what is known of the other ranks.
-        silent_s: after how many seconds of silence a rank counts as lost.
-        store_host: where the store was, if it cannot be reached.
-        are_deadlocked: whether all are known to wait for different things.
-        likely_cause: told if no rank is known to have failed.
-
-    Returns:
-        A text of several lines, that ends without a line break.
+    A rank counts as lost after ``silent_s`` seconds of silence; ``store_host`` is given if it cannot be reached, and
+    ``likely_cause`` is added if no rank is known to have failed.
     """
-    failed, lost = failed_ranks(seen), lost_ranks(seen, silent_s)
-    lines = []
-    for other in failed:
-        lines.append(f"Rank {other} failed at {seen[other].note.where.text()}.")
-    for other in lost:
-        sighting = seen[other]
-        lines.append(
-            f"Rank {other} died or was stopped: no sign of life for {sighting.silent_s:.0f} s; it was last seen at "
-            f"{sighting.note.where.text()}."
-        )
+    failed = failed_ranks(peers)
+    places = {other: peer.heartbeat.progress.text() for other, peer in sorted(peers.items())}
+    lines = [f"Rank {other} failed at {places[other]}." for other in failed]
+    lines += [
+        f"Rank {other} died or was stopped: no sign of life for {peers[other].silent_s:.0f} s; it was last seen at "
+        f"{places[other]}."
+        for other in lost_ranks(peers, silent_s)
+    ]
     if store_host is not None:
         lines.append(f"Rank 0 (store host, {store_host}) is unreachable: it died, was stopped, or its host is gone.")
-    if not lines:
-        lines += accounts(seen)
+    lines = lines or resignations(peers)
     nobody_failed = not lines
     if nobody_failed and are_deadlocked:
         lines.append("The ranks have parted ways: they wait for different things, and would do so for ever.")
-        lines += [f"Rank {other} is at {s.note.where.text()}." for other, s in sorted(seen.items())]
+        lines += [f"Rank {other} is at {place}." for other, place in places.items()]
     elif nobody_failed:
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")
-        lines += [f"Rank {other} ({s.note.state.value}): {s.note.where.text()}." for other, s in sorted(seen.items())]
-    lines.append(f"Rank {rank}, this one, was at {where.text()}.")
+        lines += [f"Rank {other} ({peers[other].heartbeat.state.value}): {place}." for other, place in places.items()]
+    lines.append(f"Rank {rank}, this one, was at {progress.text()}.")
     if nobody_failed and likely_cause:
         lines.append(likely_cause)
     for other in failed:
-        lines += [f"The error of rank {other}:", _indented(seen[other].note.text)]
+        error = peers[other].heartbeat.text.rstrip().splitlines()
+        lines += [f"The error of rank {other}:", *(f"  {line}" for line in error)]
     return "\n".join(lines)
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.rstrip().splitlines())
+def attach_report(error: BaseException, report: str) -> None:
+    """Put a report in front of an error's text; add it as a note if the error has no text."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{report}\nWhat failed here: {error.args[0]}", *error.args[1:])
+    elif hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(report)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, declaration_text
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
 def install_hook(reducer: Reducer, hook: CommHook, step: Callable[[], int]) -> BoundHook:

@@ -6,8 +6,8 @@ import torch
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.context import JoinHook
+from lightning_ddp_hooks.reducer.module_sync import broadcast_tensors
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 
 FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
 """The kinds of events: a backward under ``no_sync`` announces nothing, so joined ranks need not be told of it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,28 +21,24 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.optim.bundles import bucket_bundles
-from lightning_ddp_hooks.optim.exchange import ParameterExchange
-from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook, Surroundings
-from lightning_ddp_hooks.optim.owners import Owners
-from lightning_ddp_hooks.optim.replicas import refuse_diverging
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepContext, StepInHook
+from lightning_ddp_hooks.optim.partial_step import replace_step
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.optim.sharding import ShardAssignment, bucket_bundles, refuse_diverging
 from lightning_ddp_hooks.optim.state import StateDict, optimizer_text
-from lightning_ddp_hooks.optim.step import ShardedStep
-from lightning_ddp_hooks.optim.subset import replace_step
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
 
 
 class OptimizerDriver:
     """The optimizers of a training run, stepped in the hook or in two phases.
 
     Args:
-        settings: what the user declared.
-        reducer: whose buckets carry the gradients.
+        settings: What the user declared.
+        reducer: Reducer whose buckets carry the gradients; parameters are exchanged on its group between backwards.
 
     Attributes:
-        settings: the same.
-        has_hook: whether `hook` has been asked for.
+        has_hook: Whether `hook` has been asked for.
     """
 
     def __init__(self, settings: OptimizerInHook, reducer: Reducer) -> None:
@@ -49,10 +46,9 @@ class OptimizerDriver:
         self._reducer: Reducer | None = reducer
         self._parent = reducer.parent_group
         self._control_group: comm.ProcessGroup | None = reducer.control_group
-        self._exchange = ParameterExchange(reducer.group) if settings.shard else None
-        self._owners = Owners.everybody()
-        if self._exchange is not None:
-            self._owners = Owners(self._exchange.world_size, self._exchange.rank)
+        self._shards = ShardAssignment()
+        if settings.shard:
+            self._shards = ShardAssignment(reducer.world_size, comm.rank(reducer.group))
         self._steps: dict[int, ShardedStep] = {}
         self._undo: list[Callable[[], None]] = []
         self._stepping = False
@@ -62,13 +58,10 @@ class OptimizerDriver:
     # ------------------------------------------------------------------ setup
 
     def hook(self, inner: CommHook | None) -> CommHook | None:
-        """Return the hook for the reducer: ``inner`` with the optimizer's step behind it, if steps overlap.
-
-        Args:
-            inner: reduces the gradients; None for the plain mean.
+        """Return the hook for the reducer: ``inner`` (None: the mean), with the step behind it if steps overlap.
 
         Raises:
-            ValueError: the hook leaves ranks with different gradients, and the optimizer is sharded.
+            ValueError: The hook leaves ranks with different gradients, and the optimizer is sharded.
         """
         self.has_hook = True
         if self.settings.shard:
@@ -77,34 +70,35 @@ class OptimizerDriver:
             return inner
         reducer = self._reducer
         assert reducer is not None
-        surroundings = Surroundings(
-            step=self._step_now, passes=lambda: reducer.synced_backwards, had_gradient=reducer.had_gradient
+        context = StepContext(
+            step=self._step_now, backwards=lambda: reducer.synced_backwards, had_gradient=reducer.had_gradient
         )
-        return StepInHook(inner=inner, settings=self.settings, surroundings=surroundings)
+        return StepInHook(inner=inner, settings=self.settings, context=context)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Take over the steps of the optimizers; the objects stay what they are.
 
         Raises:
-            ValueError: an optimizer cannot be stepped in parts or sharded, or there are several and steps overlap.
+            ValueError: An optimizer cannot be stepped in parts or sharded, or there are several and steps overlap.
         """
         if self.settings.overlap and len(optimizers) != 1:
             raise ValueError(
                 f"`OptimizerInHook` steps one optimizer while gradients come, but there are {len(optimizers)}: use "
                 "`OptimizerInHook(shard=True, overlap=False)`."
             )
-        if self.settings.shard and self._control_group is not None and self._reducer is not None:
+        group = None if self._reducer is None or not self.settings.shard else self._reducer.group
+        if group is not None and self._reducer is not None:
             names = dict(zip(map(id, self._reducer.params), self._reducer.names, strict=True))
             check_same_on_all_ranks(
                 [],
                 {f"optimizer {n}": optimizer_text(optimizer, names) for n, optimizer in enumerate(optimizers)},
-                self._control_group,
+                self._reducer.control_group,
             )
         self._give_back()
         self._steps.clear()
         for optimizer in optimizers:
-            step = ShardedStep(optimizer, self._owners, self._exchange, self._bundles)
-            self._undo.append(replace_step(optimizer, step.rest))
+            step = ShardedStep(optimizer, self._shards, group, self._bundles)
+            self._undo.append(replace_step(optimizer, partial(self._end_step, step)))
             self._steps[id(optimizer)] = step
 
     @property
@@ -116,6 +110,14 @@ class OptimizerDriver:
     def begun(self) -> bool:
         """Whether a step has begun while gradients came, which ``optimizer.step()`` has yet to end."""
         return any(step.begun for step in self._steps.values())
+
+    def _end_step(self, step: ShardedStep, arguments: Mapping[str, Any]) -> None:
+        try:
+            step.rest(arguments)
+        except BaseException:
+            if self._reducer is not None:
+                self._reducer.aborted_work = True  # broadcasts may be in flight on its group
+            raise
 
     def _give_back(self) -> None:
         for undo in reversed(self._undo):
@@ -156,7 +158,7 @@ class OptimizerDriver:
         for step in self._steps.values():
             step.rollback()
 
-    # ------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------ checkpoints, the end
 
     def state_dict(self, optimizer: Optimizer) -> StateDict:
         """Return an optimizer's state in plain form, whole on the first rank; collective, also after `close`."""
@@ -178,16 +180,9 @@ class OptimizerDriver:
         else:
             step.load_state_dict(state)
 
-    # ------------------------------------------------------------------ the end
-
-    def close(self, *, failed: bool = False, broken: bool = False) -> None:
-        """Give the optimizers their own ``step`` back and free groups; `state_dict` works on.
-
-        Args:
-            failed: after an error, when other ranks may be stuck: only what can be freed without them.
-            broken: after an error of a collective: groups are left alone.
-        """
+    def close(self) -> None:
+        """Give the optimizers their own ``step`` back; `state_dict` works on."""
         self._give_back()
-        if self._exchange is not None and not broken and self._control_group is not None:
-            self._exchange.close(failed=failed)
+        for step in self._steps.values():
+            step.close()
         self._reducer = self._control_group = None

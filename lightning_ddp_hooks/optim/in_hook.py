@@ -8,7 +8,7 @@
     bucket 1        [reduce] ...                      [step][send]     not interleaved: behind the backward
     backward   ===========================>
 
-Steps and sends happen in bucket order from one thread, so that all ranks issue the same broadcasts in the same order.
+Steps are made in bucket order, and the queue issues the broadcasts in an order that is the same on all ranks.
 """
 
 # No postponed annotations: the fields are looked at when the declaration is made from YAML.
@@ -18,17 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import (
-    BindContext,
-    BoundHook,
-    CommHook,
-    Phases,
-    check_result,
-    phases_of,
-)
-from lightning_ddp_hooks.optim.step import ShardedStep
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, check_result, phases_of
+from lightning_ddp_hooks.hooks.registry import first_difference
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.reducer.queue import PlainMean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +42,16 @@ class OptimizerInHook:
       exchange them; with gradient clipping, GradScaler, manual optimisation.
 
     Args:
-        shard: share parameters and optimizer state among the ranks.
-        interleaved: step each bucket as soon as it is reduced, and not only behind the backward.
-        shard_buckets: share the parameters of each bucket among several ranks: even shares, also with few buckets, but
-            more and smaller broadcasts. Without it only buckets larger than a rank's share of the whole are divided.
-        overlap: step while gradients are being reduced; False steps when all have been, in ``optimizer_step``.
+        shard: Whether to share parameters and optimizer state among the ranks.
+        interleaved: Whether to step each bucket as soon as it is reduced, and not only after the backward.
+        shard_buckets: Whether to share the parameters of each bucket among several ranks: even shares, also with few
+            buckets, but more and smaller broadcasts. Without it only buckets larger than a rank's share are divided.
+        overlap: Whether to step while gradients are being reduced; False steps when all have been, in
+            ``optimizer_step``.
 
     Raises:
-        TypeError: a setting is not True or False.
-        ValueError: settings that contradict each other.
+        TypeError: A setting is not True or False.
+        ValueError: Settings contradict each other.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(optimizer_in_hook=OptimizerInHook(shard=True)))
@@ -92,144 +88,92 @@ class OptimizerInHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What the hook knows of the run that it is in.
+class StepContext:
+    """What a step in the hook knows of the run that it is in.
 
     Attributes:
-        step: returns the step of the optimizer; None while gradients are only to be reduced.
-        passes: returns the number of synchronised backwards so far.
-        had_gradient: tells whether this rank got a gradient in this backward.
-        claims: whether parameters get their owner as their bucket comes. Else `ShardedStep.rest` gives it to them, once
-            buckets are laid out for good.
-        at_once: whether all phases of a bucket run within one call, so that waiting says nothing of the backward's end.
-        bucket_done: called with each bucket, once its update and its broadcasts have been issued.
+        step: Returns the step of the optimizer; None while gradients are only to be reduced.
+        backwards: Returns the number of synced backwards so far.
+        had_gradient: Tells whether this rank got a gradient in this backward.
+        on_torch_ddp: Whether torch's DDP runs the hook: all phases of a bucket run within one call, and parameters get
+            their owner when their bucket comes, since its layout is not known before.
+        bucket_done: Called with each bucket whose parameters have been updated on all ranks.
     """
 
     step: Callable[[], ShardedStep | None]
-    passes: Callable[[], int]
+    backwards: Callable[[], int]
     had_gradient: Callable[[], bool] = lambda: True
-    claims: bool = False
-    at_once: bool = False
+    on_torch_ddp: bool = False
     bucket_done: Callable[[GradBucket], None] = lambda bucket: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInHook(CommHook):
-    """A hook that steps the optimizer behind another hook.
-
-    Args:
-        inner: reduces the gradients; None for the plain mean.
-        settings: how to step.
-        surroundings: of the run; not part of what ranks compare.
-    """
+    """A hook that steps the optimizer behind another hook (None: the plain mean)."""
 
     inner: CommHook | None
     settings: OptimizerInHook
-    surroundings: Surroundings = field(repr=False)
+    context: StepContext = field(repr=False)
+
+    def replicas_differ_from(self) -> int | None:
+        """Return what the inner hook says."""
+        return first_difference([self.inner])
 
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the inner hook."""
         inner = None if self.inner is None else self.inner.bind(context)
-        at_once = self.surroundings.at_once or any(param.is_cuda for param in context.params)
-        return _BoundStep(inner, context.group, self.settings, at_once, self.surroundings)
+        return _BoundStep(inner, self.settings, self.context)
 
 
-class _Line:
-    """The buckets of one pass, waiting for their turn.
-
-    Attributes:
-        open: whether steps may be made; not before the end of the backward if they are not interleaved.
-        next: the number of the bucket whose turn it is.
-    """
-
-    def __init__(self, is_open: bool) -> None:
-        self.open = is_open
-        self.next = 0
-
-
-class _Turn:
-    """A bucket's turn to step and to send: after all buckets before it."""
-
-    def __init__(self, line: _Line, number: int) -> None:
-        self._line = line
-        self._number = number
-
-    def done(self) -> bool:
-        return self._line.open and self._line.next == self._number
-
-    def wait(self) -> None:
-        # The reducer waits for buckets one after the other, and only once the backward is over.
-        self._line.open = True
+class _BoundMean(PlainMean, BoundHook):
+    """The plain mean, where a hook is wanted."""
 
 
 class _BoundStep(BoundHook):
-    def __init__(
-        self,
-        inner: BoundHook | None,
-        group: comm.ProcessGroup,
-        settings: OptimizerInHook,
-        at_once: bool,
-        surroundings: Surroundings,
-    ) -> None:
-        self.name = "AllReduce" if inner is None else inner.name
-        self.takes_divided = inner is None or inner.takes_divided
-        self.one_at_a_time = inner is not None and inner.one_at_a_time
-        self.carries_tail = inner is None  # as the reducer does by itself
-        self._inner = inner
-        self._group = group
-        self._interleaved = settings.interleaved
-        self._apart = settings.shard_buckets
-        self._at_once = at_once
-        self._around = surroundings
-        self._line = _Line(settings.interleaved)
-        self._started = 0
-        self._last = -1
-        self._pass = -1
+    def __init__(self, inner: BoundHook | None, settings: OptimizerInHook, context: StepContext) -> None:
+        self._inner = _BoundMean() if inner is None else inner
+        self.name = self._inner.name
+        self.takes_divided = self._inner.takes_divided
+        self.one_at_a_time = self._inner.one_at_a_time
+        self.carries_tail = inner is None
+        self._settings = settings
+        self._context = context
+        self._backward = self._last_index = -1
         self._held: list[tuple[GradBucket, list[Tensor]]] = []
-        self._wires: dict[int, Tensor] = {}
-
-    def take_wire(self, index: int, wire: Tensor) -> None:
-        self._wires[index] = wire
 
     def reduce(self, bucket: GradBucket) -> Phases:
         storage, gradients = bucket.buffer(), bucket.gradients()
-        step = self._around.step()
-        if self._pass != self._around.passes() or bucket.index() <= self._last:
-            self._begin(step)
-        line, number = self._line, self._started
-        self._started, self._last = number + 1, bucket.index()
-        if self._inner is None:
-            yield comm.all_reduce(self._wires.pop(bucket.index(), storage), self._group)
-        else:
-            result = yield from phases_of(self._inner, bucket)
-            result = bucket.buffer() if result is None else check_result(self.name, bucket, result)
-            if result.data_ptr() != storage.data_ptr() or result.dtype != storage.dtype:
-                storage.copy_(result.reshape(-1))
-            bucket.set_buffer(storage)
+        step = self._begin_backward(bucket.index())
+        result = yield from phases_of(self._inner, bucket)
+        result = bucket.buffer() if result is None else check_result(self.name, bucket, result)
+        if result.data_ptr() != storage.data_ptr() or result.dtype != storage.dtype:
+            storage.copy_(result.reshape(-1))
+        bucket.set_buffer(storage)
         if step is None or not step.begun:
             return storage
-        if not self._interleaved and self._at_once:
-            self._held.append((bucket, gradients))
-            if bucket.is_last():
-                yield from self._step_held(step)
-            return storage
-        yield _Turn(line, number)
-        params = self._step(step, bucket, gradients)
-        sent = step.send(params, bucket.index())
-        line.next += 1
-        if sent is not None:
-            yield sent
-            sent.wait()
-        self._around.bucket_done(bucket)
+        due = [(bucket, gradients)]
+        if self._context.on_torch_ddp and not self._settings.interleaved:
+            self._held += due
+            due, self._held = (self._held, []) if bucket.is_last() else ([], self._held)
+        elif not self._settings.interleaved:
+            yield requests.EndOfBackward()
+        yield requests.InOrder()
+        for reduced, its_gradients in due:
+            stepped = self._step(step, reduced, its_gradients)
+            yield from step.send(stepped, reduced.index())
+            self._context.bucket_done(reduced)
         return storage
 
-    def _begin(self, step: ShardedStep | None) -> None:
-        self._line = _Line(self._interleaved)
-        self._started = 0
-        self._pass = self._around.passes()
-        self._held = []
-        if step is not None:
-            step.begin(tentative=not self._around.had_gradient())
+    def _begin_backward(self, index: int) -> ShardedStep | None:
+        """Begin a step at the first bucket of a backward; return the step."""
+        step = self._context.step()
+        if self._backward != self._context.backwards() or index <= self._last_index:
+            self._backward = self._context.backwards()
+            self._held = []
+            if step is not None:
+                step.begin(tentative=not self._context.had_gradient())
+        self._last_index = index
+        return step
 
     def _step(self, step: ShardedStep, bucket: GradBucket, gradients: list[Tensor]) -> list[Tensor]:
         used = [
@@ -237,40 +181,23 @@ class _BoundStep(BoundHook):
             for param, name, gradient in zip(bucket.parameters(), bucket.names, gradients, strict=True)
             if name not in bucket.unused
         ]
-        if self._around.claims:
-            step.claim(bucket.parameters(), apart=self._apart)
+        if self._context.on_torch_ddp:
+            step.assign(bucket.parameters(), apart=self._settings.shard_buckets)
         return step.early([param for param, _ in used], [gradient for _, gradient in used])
-
-    def _step_held(self, step: ShardedStep) -> Phases:
-        """Step all buckets of the pass; on a device this queues the work behind the last reduction."""
-        sent = []
-        for bucket, gradients in self._held:
-            sent.append(step.send(self._step(step, bucket, gradients), bucket.index()))
-        for (bucket, _), flight in zip(self._held, sent, strict=True):
-            if flight is not None:
-                yield flight
-                flight.wait()
-            self._around.bucket_done(bucket)
-        self._held = []
-        return None
 
     # ------------------------------------------------------------------ the inner hook's affairs
 
     def group_of(self, name: str, param: Tensor) -> Hashable:
-        return None if self._inner is None else self._inner.group_of(name, param)
+        return self._inner.group_of(name, param)
 
     def stats(self) -> dict[str, Any]:
-        return {} if self._inner is None else self._inner.stats()
+        return self._inner.stats()
 
     def rescale(self, factor: float) -> None:
-        if self._inner is not None:
-            self._inner.rescale(factor)
+        self._inner.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._inner is None else self._inner.state_dict()
+        return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._inner is not None:
-            self._inner.load_state_dict(state)
-        else:
-            super().load_state_dict(state)
+        self._inner.load_state_dict(state)

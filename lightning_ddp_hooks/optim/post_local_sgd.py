@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
 from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
-from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
+from lightning_ddp_hooks.join.context import Join
+from lightning_ddp_hooks.optim.sharded_optimizer import JoinableOptimizer
 
 
-class PostLocalSGDOptimizer(Optimizer, Joinable):
+class PostLocalSGDOptimizer(JoinableOptimizer):
     """Steps a local optimizer, then lets a model averager do what its schedule says.
 
     Use it with gradients that are averaged over all ranks for the averager's ``warmup_steps`` steps and over a
@@ -30,14 +31,14 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
     replica between two averages it counts as one of them.
 
     Args:
-        optim: the local optimizer.
-        averager: what averages, and when. Under a Trainer use ``DDPHooksStrategy(averager=...)`` instead.
-        module: the model, if its buffers are to be averaged too; without it only the optimizer's parameters are.
-        process_group: the ranks; None for all.
+        optim: Local optimizer.
+        averager: What averages, and when. Under a Trainer use ``DDPHooksStrategy(averager=...)`` instead.
+        module: Model, if its buffers are to be averaged too; without it only the optimizer's parameters are.
+        process_group: Ranks that average; None for all.
 
     Raises:
-        RuntimeError: no process group is initialised.
-        TypeError: an argument of the wrong type.
+        RuntimeError: No process group is initialised.
+        TypeError: An argument of the wrong type.
 
     Example:
         >>> model = DataParallel(model, comm_hook=PostLocalSGD(start_local_sgd_iter=100, subgroup_size=8))
@@ -73,6 +74,7 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
             optimizers=lambda: [self.optim],
             process_group=process_group,
         )
+        self.process_group = self._context.group
         self.averager: BoundAverager = averager.bind(self._context)
 
     def _named_params(self) -> tuple[list[str], list[nn.Parameter]]:
@@ -106,24 +108,9 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         self.averager.average_parameters()
         return loss
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data; for `Join`.
-
-        Args:
-            **kwargs: not used.
-        """
-        return _AveragingJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the first parameter."""
-        first: Tensor = self.param_groups[0]["params"][0]
-        return first.device
-
-    @property
-    def join_process_group(self) -> comm.ProcessGroup:
-        """The ranks that average."""
-        return self._context.group
+    def step_without_data(self) -> None:
+        """Do what the averager's schedule says for this step of the others."""
+        self.averager.average_parameters()
 
     @torch.no_grad()
     def _may_step(self) -> bool:
@@ -173,14 +160,3 @@ class PostLocalSGDOptimizer(Optimizer, Joinable):
         else:
             warnings.warn("The state holds no step of a model averager; it begins at step 0.", stacklevel=2)
             self.averager.step = 0
-
-
-class _AveragingJoinHook(JoinHook):
-    """Goes on averaging with a model that does not change any more but by that."""
-
-    def __init__(self, optimizer: PostLocalSGDOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Do what the averager's schedule says for this step of the others."""
-        self._optimizer.averager.average_parameters()

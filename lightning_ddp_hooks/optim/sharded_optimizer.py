@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,14 +12,50 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
-from lightning_ddp_hooks.optim.exchange import ParameterExchange
-from lightning_ddp_hooks.optim.owners import Owners
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.optim.sharding import ShardAssignment
 from lightning_ddp_hooks.optim.state import StateDict
-from lightning_ddp_hooks.optim.step import ShardedStep
-from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class JoinableOptimizer(Optimizer, Joinable):
+    """Base of optimizers whose steps are collective, so that ranks that have run out of data go on with them."""
+
+    process_group: comm.ProcessGroup
+
+    @abstractmethod
+    def step_without_data(self) -> None:
+        """Do this rank's part of a step of the others."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what this rank does once it has run out of data; for `Join`.
+
+        Args:
+            **kwargs: Not used.
+        """
+        return _StepOn(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the first parameter."""
+        first: Tensor = self.param_groups[0]["params"][0]
+        return first.device
+
+    @property
+    def join_process_group(self) -> comm.ProcessGroup:
+        """Ranks whose steps are collective."""
+        return self.process_group
+
+
+class _StepOn(JoinHook):
+    def __init__(self, optimizer: JoinableOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self._optimizer.step_without_data()
+
+
+class ShardedOptimizer(JoinableOptimizer):
     """Wraps any optimizer so that each rank holds about 1/N of its state.
 
     `step` has each rank step its own parameters, and then all ranks exchange them. The gradients must be the same on
@@ -29,20 +66,20 @@ class ShardedOptimizer(Optimizer, Joinable):
     `step` does what is left to do, which is mostly nothing, and may be called or not.
 
     Args:
-        params: parameters or parameter groups, the same on all ranks.
-        optimizer_class: of the optimizer, such as ``torch.optim.AdamW``. Its update of a parameter may depend only on
-            that parameter, its state and its group's values.
-        process_group: the ranks; None for all.
-        overlap_with_ddp: whether a hook is to make the steps.
-        **defaults: for the optimizer.
+        params: Parameters or parameter groups, the same on all ranks.
+        optimizer_class: Class of the optimizer, such as ``torch.optim.AdamW``. Its update of a parameter may depend
+            only on that parameter, its state and its group's values.
+        process_group: Ranks that share the state; None for all.
+        overlap_with_ddp: Whether a hook is to make the steps.
+        **defaults: Settings of the optimizer.
 
     Attributes:
-        optim: the optimizer inside; it shares groups and state with this object.
+        optim: The optimizer inside; it shares groups and state with this object.
 
     Raises:
-        RuntimeError: no process group is initialised, or the ranks' parameters differ.
+        RuntimeError: No process group is initialised, or the ranks' parameters differ.
         TypeError: ``optimizer_class`` is not a class of optimizers.
-        ValueError: the optimizer cannot be sharded; names it.
+        ValueError: The optimizer cannot be sharded; names it.
 
     Example:
         >>> model = DataParallel(model)
@@ -85,11 +122,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         ]
         settings = {"optimizer_class": optimizer_class.__qualname__, "overlap_with_ddp": overlap_with_ddp}
         check_same_on_all_ranks(named, settings, self._control_group)
-        exchange = ParameterExchange(self.process_group)
-        self._exchange = exchange
-        self.sharded_step = ShardedStep(self.optim, Owners(exchange.world_size, exchange.rank), exchange)
+        self._group = comm.new_group(self.process_group)
+        shards = ShardAssignment(comm.world_size(self._group), comm.rank(self._group))
+        self.sharded_step = ShardedStep(self.optim, shards, self._group)
         if not overlap_with_ddp:
-            self.sharded_step.claim_all()
+            self.sharded_step.assign_all()
         self._consolidated: StateDict | None = None
         self._consolidated_at = -1
 
@@ -111,8 +148,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Step this rank's parameters, and exchange all; collective.
 
         Args:
-            closure: evaluates the model and returns the loss; called once, before the step.
-            **kwargs: for the ``step`` of the optimizer inside.
+            closure: Function that evaluates the model and returns the loss; called once, before the step.
+            **kwargs: Arguments of the ``step`` of the optimizer inside.
 
         Returns:
             What the closure returned.
@@ -124,6 +161,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         Join.notify(self)
         self._finish(kwargs)
         return loss
+
+    def step_without_data(self) -> None:
+        """Step the parameters that this rank owns; in a `Join` context put the wrapped model before the optimizer."""
+        self._finish()
 
     def _finish(self, arguments: Mapping[str, Any] | None = None) -> None:
         if self.sharded_step.begun or not self.driven:
@@ -143,10 +184,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Gather the whole state on one rank's host, one owner after the other; collective.
 
         Args:
-            to: the rank within the process group.
+            to: Rank within the process group.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: There is no such rank.
         """
         if not 0 <= to < comm.world_size(self.process_group):
             raise ValueError(f"Expected `to` to be a rank below {comm.world_size(self.process_group)}, got {to!r}.")
@@ -158,7 +199,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Return the whole state as `consolidate_state_dict` gathered it, in the optimizer's own unsharded form.
 
         Raises:
-            RuntimeError: it was not gathered on this rank since the last step.
+            RuntimeError: It was not gathered on this rank since the last step.
         """
         if self._consolidated is None or self._consolidated_at != self.sharded_step.version:
             raise RuntimeError(
@@ -173,28 +214,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.sharded_step.version += 1
         self._share()
 
-    # ------------------------------------------------------------------ uneven inputs
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data: its part of each step; for `Join`.
-
-        It needs the reduced gradients, so put the wrapped model before it: ``Join([model, optimizer])``.
-
-        Args:
-            **kwargs: not used.
-        """
-        return _StepOn(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the first parameter."""
-        first: Tensor = self.param_groups[0]["params"][0]
-        return first.device
-
-    @property
-    def join_process_group(self) -> comm.ProcessGroup:
-        """The ranks that share the state."""
-        return self.process_group
+    # ------------------------------------------------------------------ uneven inputs, the end
 
     @property
     def in_join(self) -> bool:
@@ -203,15 +223,6 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def close(self) -> None:
         """Free the process groups; the optimizer cannot be used after that."""
-        self._exchange.close()
-        comm.destroy_group(self._control_group)
-
-
-class _StepOn(JoinHook):
-    """A rank without data goes on stepping the parameters that it owns."""
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        self._optimizer._finish()
+        self.sharded_step.close()
+        for group in (self._group, self._control_group):
+            comm.destroy_group(group)

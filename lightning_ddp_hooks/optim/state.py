@@ -19,16 +19,9 @@ StateDict = dict[str, Any]
 def gathered_state(
     optimizer: Optimizer, owned: Callable[[Tensor], bool], control_group: comm.ProcessGroup, to: int = 0
 ) -> StateDict:
-    """Gather an optimizer's state on one rank's host, one owner after the other; collective.
+    """Gather an optimizer's state, in plain form, on the host of rank ``to``, one owner after the other; collective.
 
-    Args:
-        optimizer: of which each rank has its part.
-        owned: tells whether this rank is the one to send a parameter's state; one rank says so of each.
-        control_group: a CPU group over the ranks.
-        to: the rank that gets it.
-
-    Returns:
-        On rank ``to`` the whole state in plain form, its tensors on the CPU; elsewhere the form without state.
+    For each parameter one rank is ``owned`` to send its state. The other ranks get the form without state.
     """
     plain = optimizer.state_dict()
     own = part_of(plain, optimizer, owned)
@@ -37,7 +30,7 @@ def gathered_state(
     whole: dict[Any, Any] = {}
     for rank in range(comm.world_size(control_group)):
         here = rank == comm.rank(control_group)
-        part = on_host(own) if here else None
+        part = _on_host(own) if here else None
         if rank != to:
             part = comm.broadcast_object(part, control_group, rank)
         if comm.rank(control_group) == to:
@@ -58,9 +51,7 @@ def part_of(plain: Mapping[str, Any], optimizer: Optimizer, wanted: Callable[[Te
 def optimizer_text(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     """Describe an optimizer in a text that is the same on ranks that have the same one.
 
-    Args:
-        optimizer: to be described by its class, and the parameters and values of its groups.
-        names: of parameters, by ``id``; others are told by their shape.
+    Parameters are named as ``names`` has them by ``id``; others are described by their shape.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -78,28 +69,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
-def on_host(value: Any) -> Any:
-    """Copy whatever tensors there are, to the CPU."""
+def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone() if value.is_cpu else value.detach().cpu()
     if isinstance(value, dict):
-        return {key: on_host(entry) for key, entry in value.items()}
+        return {key: _on_host(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(on_host, value))
+        return type(value)(map(_on_host, value))
     return value
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return how many bytes of state an optimizer holds on this rank."""
-    return sum(value.nbytes for entries in optimizer.state.values() for value in _tensors(entries))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for entry in value for tensor in _tensors(entry)] if isinstance(value, (list, tuple)) else []
 
 
 def _by_position(key: Any) -> tuple[bool, Any]:

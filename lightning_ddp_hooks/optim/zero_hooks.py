@@ -13,11 +13,10 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
-from lightning_ddp_hooks.optim.bundles import bucket_bundles
-from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook, Surroundings
-from lightning_ddp_hooks.optim.replicas import refuse_diverging
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepContext, StepInHook
 from lightning_ddp_hooks.optim.sharded_optimizer import ShardedOptimizer
-from lightning_ddp_hooks.optim.step import ShardedStep
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.optim.sharding import bucket_bundles, refuse_diverging
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
@@ -34,17 +33,17 @@ def hook_with_zero_step(
     synchronised backward is a step then.
 
     Args:
-        hook: reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
-        ddp: the `DataParallel` that trains the model, or torch's own DDP. There, by its contract, all phases of a
+        hook: Reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
+        ddp: The `DataParallel` that trains the model, or torch's own DDP. There, by its contract, all phases of a
             bucket run within one call, so that less overlaps.
-        zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: share the parameters of a bucket among several ranks, which divides the state more evenly.
+        zero: Optimizer that was made with ``overlap_with_ddp=True``.
+        shard_buckets: Whether to share the parameters of a bucket among several ranks, for more even shares.
 
     Returns:
         The hook to register.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: An argument has the wrong type.
         ValueError: ``zero`` was made without ``overlap_with_ddp=True``, has a hook already or other ranks than ``ddp``;
             the hook leaves ranks with different gradients; torch's DDP looks for unused parameters, which it does not
             tell hooks of.
@@ -66,10 +65,10 @@ def hook_with_zero_step_interleaved(
     Arguments, result and errors are those of `hook_with_zero_step`.
 
     Args:
-        hook: reduces the gradients.
-        ddp: the wrapper that trains the model.
-        zero: made with ``overlap_with_ddp=True``.
-        shard_buckets: share the parameters of a bucket among several ranks.
+        hook: Reduces the gradients.
+        ddp: Wrapper that trains the model.
+        zero: Optimizer that was made with ``overlap_with_ddp=True``.
+        shard_buckets: Whether to share the parameters of a bucket among several ranks.
 
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
@@ -122,12 +121,12 @@ def _on_our_reducer(
     if not settings.shard_buckets:
         zero.sharded_step.bundles = lambda: bucket_bundles(reducer)
     ending = _Ending(ddp, reducer, zero)
-    surroundings = Surroundings(
-        step=ending.next_step, passes=lambda: reducer.synced_backwards, bucket_done=lambda bucket: ending.schedule()
+    context = StepContext(
+        step=ending.next_step, backwards=lambda: reducer.synced_backwards, bucket_done=lambda bucket: ending.schedule()
     )
 
     def as_comm_hook(state: Any) -> CommHook:
-        return StepInHook(inner=declare(state), settings=settings, surroundings=surroundings)
+        return StepInHook(inner=declare(state), settings=settings, context=context)
 
     def zero_step_hook(state: Any, bucket: Any) -> Any:
         raise RuntimeError("This hook works only in the DataParallel that it was made for: `ddp.register_comm_hook`.")
@@ -144,16 +143,16 @@ class _Ending:
         self._reducer = reducer
         self._zero = zero
         self._scheduled = False
-        self._pass = -1
+        self._backward = -1
 
     def next_step(self) -> ShardedStep:
         step = self._zero.sharded_step
-        if step.begun and self._pass != self._reducer.synced_backwards and step.left():
+        if step.begun and self._backward != self._reducer.synced_backwards and step.left():
             raise RuntimeError(
                 "The last backward ended where the rest of its step could not be made (some parameters lay in no "
                 "bucket): call `step()` of the ShardedOptimizer after each backward."
             )
-        self._pass = self._reducer.synced_backwards
+        self._backward = self._reducer.synced_backwards
         self._zero.driven = True
         return step
 
@@ -166,7 +165,7 @@ class _Ending:
         self._scheduled = False
         step = self._zero.sharded_step
         # In a Join context ranks without data have to be told, which `step()` does. A nested backward ends nothing.
-        if not step.begun or self._zero.in_join or self._reducer.synced_backwards == self._pass:
+        if not step.begun or self._zero.in_join or self._reducer.synced_backwards == self._backward:
             return
         if getattr(self._ddp, "_join", None) is not None and step.left():
             raise RuntimeError(
@@ -199,14 +198,10 @@ def _on_torch_ddp(
 
     def zero_step_hook(state: Any, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
         if not states:
-            surroundings = Surroundings(
-                step=next_step,
-                passes=lambda: states[0].steps,
-                claims=True,
-                at_once=True,
-                bucket_done=bucket_done,
+            context = StepContext(
+                step=next_step, backwards=lambda: states[0].steps, on_torch_ddp=True, bucket_done=bucket_done
             )
-            hook = StepInHook(inner=declare(state), settings=settings, surroundings=surroundings)
+            hook = StepInHook(inner=declare(state), settings=settings, context=context)
             states.append(TorchDDPState(hook, ddp.process_group, module=ddp.module))
         return run_on_torch_ddp(states[0], bucket)
 

@@ -1,7 +1,6 @@
 """What the ranks tell each other about a backward that did not go as expected, and what follows from it.
 
-Pure: the reports are exchanged elsewhere. Every rank judges the same reports and so comes to the same verdict, which
-is what keeps one rank's odd step from leaving the others waiting.
+Pure: the reports are exchanged elsewhere. Every rank resolves the same reports, and so all come to the same resolution.
 """
 
 from __future__ import annotations
@@ -27,19 +26,20 @@ class UnusedPolicy(Enum):
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank's account of one synchronised backward.
 
     Attributes:
-        missing: the reducer's parameters that got no gradient since the last synchronised backward.
-        trainable: names of all parameters of the module that require a gradient.
-        sparse: parameters whose gradient is sparse.
-        had_loss: False if this rank had nothing to call backward on.
-        absent: whether that is right, since this rank has run out of data.
-        order: parameters in the order in which their gradients became ready; empty unless it is being recorded.
-        fired: how often each parameter's gradient came; empty unless it is being recorded.
-        structure: a digest of names, dtypes and shapes; empty unless the order is being recorded.
-        problem: what this rank found wrong by itself.
+        missing: Parameters of the reducer that got no gradient since the last synced backward.
+        trainable: Names of all parameters of the module that require a gradient.
+        sparse: Parameters whose gradient is sparse.
+        had_loss: Whether this rank had something to call backward on.
+        absent: Whether it rightly had nothing, since it has run out of data.
+        order: Parameters in the order in which their gradients became ready; empty unless it is being recorded.
+        fired: How often each parameter's gradient came; empty unless the order is being recorded.
+        structure: Digest of names, dtypes and shapes; empty unless the order is being recorded.
+        problem: What this rank found wrong by itself.
+        aborted: The exception that ended this rank's backward, in words; None if none did.
     """
 
     missing: tuple[int, ...] = ()
@@ -51,40 +51,45 @@ class Report:
     fired: tuple[int, ...] = ()
     structure: str = ""
     problem: str | None = None
+    aborted: str | None = None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Resolution:
     """What all ranks do now.
 
     Attributes:
-        unused: parameters that no rank used; their gradients stay untouched.
-        relayout: the set of parameters to watch has changed, alike on all ranks.
-        skip_step: a rank had no loss, and the step is to be skipped by all.
+        unused: Parameters that no rank used; their gradients stay untouched.
+        relayout: Whether the set of trainable parameters has changed, alike on all ranks.
+        skip_step: Whether all ranks skip the step, since one had no loss.
+        discard: Whether the gradients of this backward are dropped, since an exception ended it on all ranks.
     """
 
     unused: frozenset[int] = frozenset()
     relayout: bool = False
     skip_step: bool = False
+    discard: bool = False
 
 
-def judge(
-    reports: Sequence[Report],
+def resolve(
+    reports: Sequence[RankReport],
     names: Sequence[str],
     policy: UnusedPolicy,
     *,
     skip_missing_loss: Literal["zeros", "all"] = "zeros",
-) -> Verdict:
+    stateful_hook: str | None = None,
+) -> Resolution:
     """Decide what follows from all ranks' reports.
 
     Args:
-        reports: one for each rank, in rank order.
-        names: the names of the reducer's parameters.
-        policy: what a missing gradient means.
-        skip_missing_loss: whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
+        reports: One for each rank, in rank order.
+        names: Names of the reducer's parameters.
+        policy: What a missing gradient means.
+        skip_missing_loss: Whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
+        stateful_hook: Name of the communication hook, if it keeps a memory of gradients.
 
     Returns:
-        The verdict, the same on all ranks.
+        The resolution, the same on all ranks.
 
     Raises:
         RuntimeError: the ranks disagree in a way that no rank can repair; names parameters and ranks.
@@ -92,7 +97,10 @@ def judge(
     for rank, report in enumerate(reports):
         if report.problem is not None:
             raise RuntimeError(f"Rank {rank}: {report.problem}")
-    _check_same_trainable_set(reports)
+    if any(report.aborted is not None for report in reports):
+        _check_aborted_alike(reports, stateful_hook)
+        return Resolution(unused=frozenset(range(len(names))), discard=True)
+    raise_if_sets_differ([report.trainable for report in reports])
     by_structure = {report.structure for report in reports if report.structure}
     if len(by_structure) > 1:
         raise RuntimeError(
@@ -102,7 +110,7 @@ def judge(
 
     working = [rank for rank, report in enumerate(reports) if report.had_loss]
     if not working:
-        return Verdict(unused=frozenset(range(len(names))), skip_step=True)
+        return Resolution(unused=frozenset(range(len(names))), skip_step=True)
     trainable = set(reports[0].trainable)
     missing = [set(reports[rank].missing) for rank in working]
     missing_on = {
@@ -118,7 +126,7 @@ def judge(
     if wrong:
         raise RuntimeError(_missing_text(wrong, names, working, policy))
     known = set(names)
-    return Verdict(
+    return Resolution(
         unused=unused,
         # Where parameters may be left out, a frozen one is only that; a GAN freezes and thaws in every step.
         relayout=bool(trainable - known)
@@ -127,18 +135,43 @@ def judge(
     )
 
 
+def _check_aborted_alike(reports: Sequence[RankReport], stateful_hook: str | None) -> None:
+    aborted = [rank for rank, report in enumerate(reports) if report.aborted is not None]
+    others = [rank for rank, report in enumerate(reports) if report.aborted is None and not report.absent]
+    text = reports[aborted[0]].aborted
+    if others:
+        raise RuntimeError(
+            f"The backward of {ranks_text(aborted)} was ended by an exception ({text}), that of {ranks_text(others)} "
+            "was not: their gradients cannot be averaged. Let an exception in a backward end all ranks, or catch it on "
+            "all of them."
+        )
+    if stateful_hook is not None:
+        raise RuntimeError(
+            f"A backward was ended by an exception ({text}) when gradients were on their way already, and what the "
+            f"communication hook {stateful_hook} remembers of them cannot be taken back: resume from a checkpoint."
+        )
+
+
 def _is_error(unused_everywhere: bool, policy: UnusedPolicy) -> bool:
     if policy is UnusedPolicy.ALIKE:
         return not unused_everywhere
     return policy is UnusedPolicy.FORBIDDEN
 
 
-def _check_same_trainable_set(reports: Sequence[Report]) -> None:
-    sets = [set(report.trainable) for report in reports]
+def raise_if_sets_differ(of_ranks: Sequence[Sequence[str]]) -> None:
+    """Compare the names of trainable parameters.
+
+    Args:
+        of_ranks: For each rank, the names.
+
+    Raises:
+        RuntimeError: They differ; names the first such parameter, and the ranks on each side.
+    """
+    sets = [set(names) for names in of_ranks]
     common, union = set.intersection(*sets), set.union(*sets)
     if common == union:
         return
-    name = next(name for report in reports for name in report.trainable if name not in common)
+    name = next(name for names in of_ranks for name in names if name not in common)
     yes = [rank for rank, trainable in enumerate(sets) if name in trainable]
     no = [rank for rank, trainable in enumerate(sets) if name not in trainable]
     raise RuntimeError(
@@ -180,6 +213,27 @@ def steps_differ_text(ended: Sequence[bool]) -> str:
         f"The ranks ran different numbers of backwards in one training step: {ranks_text(done)} ended the step while "
         f"{ranks_text(busy)} ran a further backward. In manual optimisation every rank must run the same backwards; a "
         "rank that has nothing to learn from can run one on a loss multiplied by zero."
+    )
+
+
+def late_gradient_text(late: Sequence[tuple[str, int]]) -> str | None:
+    """Say what is wrong when gradients changed after they had been copied; None if none did.
+
+    Args:
+        late: For each such parameter its name, and how often its gradient was expected in a backward.
+    """
+    if not late:
+        return None
+    names = ", ".join(repr(name) for name, _ in late[:MAX_NAMES])
+    if any(not expected for _, expected in late):
+        return (
+            f"Parameters got a gradient that the first backward did not use: {names}. `static_graph=True` promises "
+            "that the graph never changes; use `find_unused_parameters=True` instead."
+        )
+    return (
+        f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with "
+        "re-entrant activation checkpointing when a block is used a varying number of times; pass "
+        "`use_reentrant=False` to torch.utils.checkpoint.checkpoint."
     )
 
 

@@ -9,13 +9,14 @@ from typing import Literal, cast
 
 from torch import Tensor
 
-from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, Engine, EngineHost, PythonEngine
+from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, Engine, EngineCallbacks
 from lightning_ddp_hooks.reducer.native import build
+from lightning_ddp_hooks.reducer.python_engine import PythonEngine
 
 _log = logging.getLogger(__name__)
 
-EngineFactory = Callable[[Sequence[Tensor], EngineHost, bool], Engine]
-"""Makes an engine for parameters, a host, and whether ``.grad`` is to be a slice of the bucket."""
+EngineFactory = Callable[[Sequence[Tensor], EngineCallbacks, bool], Engine]
+"""Makes an engine for parameters, callbacks, and whether ``.grad`` is to be a slice of the bucket."""
 
 BUILD_COMMAND = "python -m lightning_ddp_hooks build-native"
 
@@ -48,14 +49,14 @@ def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = 
             _say_once(f"The reducer runs in Python, since the native one cannot be loaded: {error}")
         return _python_engine
 
-    def native_engine(params: Sequence[Tensor], host: EngineHost, views: bool) -> Engine:
-        return cast("Engine", native.NativeEngine(params, host, views=views, eager_numel=EAGER_NUMEL))
+    def native_engine(params: Sequence[Tensor], callbacks: EngineCallbacks, views: bool) -> Engine:
+        return cast("Engine", native.NativeEngine(params, callbacks, views=views, eager_numel=EAGER_NUMEL))
 
     return native_engine
 
 
-def _python_engine(params: Sequence[Tensor], host: EngineHost, views: bool) -> Engine:
-    return PythonEngine(params, host, views=views)
+def _python_engine(params: Sequence[Tensor], callbacks: EngineCallbacks, views: bool) -> Engine:
+    return PythonEngine(params, callbacks, views=views)
 
 
 @cache

@@ -9,29 +9,34 @@ from torch import Tensor
 
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 
+# A status (status.py) takes so many elements behind the gradients of the last bucket.
+STATUS_NUMEL = 2
+
 
 class Bucket:
     """One flat gradient buffer and a view of it for each parameter.
 
-    The buffer may have a tail of one element behind the gradients, which carries a count between ranks for free and
-    which hooks do not see.
+    Behind the gradients there may be a slot for a status, which travels along and which hooks do not see:
+
+        comm_buffer   [ buffer: gradients of all parameters | status slot ]
 
     Args:
-        layout: who lies where.
-        params: all parameters of the reducer; the layout's slots point into it.
-        tail: whether to add the tail.
-        memory: where the buffer and its tail are to lie; None to allocate.
+        layout: Who lies where.
+        params: All parameters of the reducer; the layout's slots point into it.
+        status: Whether to add the slot.
+        memory: Where the buffer and its slot are to lie; None to allocate.
     """
 
     def __init__(
-        self, layout: BucketLayout, params: Sequence[Tensor], *, tail: bool = False, memory: Tensor | None = None
+        self, layout: BucketLayout, params: Sequence[Tensor], *, status: bool = False, memory: Tensor | None = None
     ) -> None:
         self.layout = layout
         if memory is None:
-            memory = torch.zeros(layout.numel + int(tail), dtype=layout.dtype, device=layout.device)
-        self.wire = memory
-        self.buffer = self.wire[: layout.numel]
-        self.tail = self.wire[layout.numel :].zero_() if tail else None
+            numel = layout.numel + STATUS_NUMEL * status
+            memory = torch.zeros(numel, dtype=layout.dtype, device=layout.device)
+        self.comm_buffer = memory
+        self.buffer = memory[: layout.numel]
+        self.status_slot = memory[layout.numel :] if status else None
         self.views = [_gradient_view(self.buffer, slot.offset, params[slot.index]) for slot in layout.slots]
         self.params = [params[slot.index] for slot in layout.slots]
 

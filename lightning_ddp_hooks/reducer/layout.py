@@ -11,6 +11,7 @@ A bucket is one flat buffer of one dtype on one device; each parameter of it has
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -153,7 +154,12 @@ def initial_layout(
 
 
 def rebuilt_layout(
-    params: Sequence[Tensor], order: Sequence[int], limits: Sequence[int], groups: Sequence[Hashable] | None = None
+    params: Sequence[Tensor],
+    order: Sequence[int],
+    limits: Sequence[int],
+    groups: Sequence[Hashable] | None = None,
+    *,
+    last: AbstractSet[int] = frozenset(),
 ) -> list[BucketLayout]:
     """Lay out buckets in the order in which gradients became ready.
 
@@ -166,6 +172,10 @@ def rebuilt_layout(
         limits: bucket sizes in bytes, as for `assign_buckets`.
         groups: for each parameter a key; parameters with different keys do not share a bucket.
 
+        last: parameters that are left out of some backwards: buckets that hold any come last, since buckets are
+        launched
+            in order, and one that is not used would hold up all behind it.
+
     Returns:
         The buckets in order of completion: one whose last gradient comes earlier is reduced earlier.
     """
@@ -173,5 +183,5 @@ def rebuilt_layout(
     if sum(params[index].numel() * params[index].element_size() for index in order) < 2 * min(limits):
         limits = [UNLIMITED]
     buckets = assign_buckets([params[index] for index in order], limits, groups=keys)
-    buckets.sort(key=lambda positions: positions[-1])
+    buckets.sort(key=lambda positions: (any(order[place] in last for place in positions), positions[-1]))
     return [BucketLayout.build([order[position] for position in positions], params) for positions in buckets]

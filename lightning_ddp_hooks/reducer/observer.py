@@ -10,7 +10,7 @@ An observer must not change anything, nor issue collectives on the reducer's gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -67,6 +67,28 @@ class BackwardObserver(Protocol):
 
     def backward_aborted(self) -> None:
         """The pass was broken off by an error; what was told of it counts for nothing. Maybe none was open."""
+        ...
+
+
+class GradientGuard(Protocol):
+    """Looks at this rank's own gradients before they are sent; the compute stream is current.
+
+    Attributes:
+        order: Names of parameters in the order in which their gradients became ready, once that was recorded.
+    """
+
+    order: Sequence[str]
+
+    def look(self, bucket: GradBucket) -> None:
+        """Look at a full bucket."""
+        ...
+
+    def look_at(self, name: str, gradient: Tensor) -> None:
+        """Look at a gradient that is in no bucket."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what was seen: the backward was aborted."""
         ...
 
 

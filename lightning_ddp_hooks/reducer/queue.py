@@ -17,7 +17,8 @@ A status (status.py) travels with the last bucket's first collective, or right b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.requests import Phases, Request, Subgroup
+from lightning_ddp_hooks.traffic import CONTROL
 
 _MAX_LANES = 4
 
@@ -94,6 +96,8 @@ class CollectiveQueue:
         self._stages: dict[Subgroup | None, int] = {}
         self._made: list[comm.ProcessGroup] = []
         self._round: list[InFlightBucket] = []
+        self._status: Tensor | None = None
+        self._status_work: comm.Work | None = None
         self.all_launched = False
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
@@ -114,18 +118,21 @@ class CollectiveQueue:
 
     # ------------------------------------------------------------------ a round
 
-    def launch(self, bucket: GradBucket, storage: Bucket | None = None) -> InFlightBucket:
+    def launch(
+        self, bucket: GradBucket, storage: Bucket | None = None, *, sends_status: bool = False
+    ) -> InFlightBucket:
         """Start to reduce a bucket, after following up what is done of earlier ones.
 
         Args:
             bucket: Bucket as the hook sees it.
             storage: Memory of the bucket; None if it has no place for a status.
+            sends_status: Whether the status that lies in its slot is to be summed; `wait_for_status` has the sum.
         """
         if self.all_launched or any(other.index == bucket.index() for other in self._round):
             self.forget()  # of an earlier backward
         if self.hook.takes_divided:
             bucket.divisor = 1.0
-        in_flight = InFlightBucket(self, bucket, storage)
+        in_flight = InFlightBucket(self, bucket, storage, sends_status)
         self._round.append(in_flight)
         self.advance()
         return in_flight
@@ -163,6 +170,32 @@ class CollectiveQueue:
                 continue
             blocked.block()
 
+    def send_status(self, slot: Tensor, *, travels_along: bool) -> None:
+        """Sum a status over the ranks; called once a round, at the same place of its order on all ranks.
+
+        Args:
+            slot: The status; overwritten by the sum if it travels along.
+            travels_along: Whether a collective that was just issued takes it along.
+        """
+        if travels_along:
+            self._status = slot
+            return
+        self._status = slot.clone()
+        with comm.counted_as(CONTROL):
+            work = comm.all_reduce(self._status, self._lanes[None][0])
+        if self.at_once:
+            work.wait()
+        else:
+            self._status_work = work
+
+    def wait_for_status(self) -> Tensor:
+        """Wait for the sum of the status that was sent in this round."""
+        if self._status_work is not None:
+            self._status_work.wait()
+            self._status_work = None
+        assert self._status is not None, "no status was sent"
+        return self._status
+
     def end_round(self) -> None:
         """Let go of the buckets, and make lanes that were missing; collective where some were."""
         self.forget()
@@ -176,6 +209,7 @@ class CollectiveQueue:
     def forget(self) -> None:
         """Let go of the buckets of the round, also of those in flight."""
         self._round = []
+        self._status = self._status_work = None
         self.all_launched = False
 
     def close(self) -> None:
@@ -205,13 +239,14 @@ class CollectiveQueue:
         Args:
             request: What the hook has yielded.
             stage: Number of collectives that the bucket has issued before.
-            storage: Memory of the bucket, whose tail a sum of the whole buffer takes along.
+            storage: Memory of the bucket, whose status a sum of the whole buffer takes along.
         """
         if isinstance(request, requests.Wait):
             handle = request.handle
             return _Issued([handle], lambda: handle)
         if isinstance(request, requests.Together):
-            parts = [self.issue(part, stage) for part in request.requests]
+            with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
+                parts = [self.issue(part, stage) for part in request.requests]
             return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
         if isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             raise TypeError(f"Expected collectives and Wait in Together, got {type(request).__name__}.")
@@ -250,7 +285,9 @@ class InFlightBucket:
         on_finished: Called when the bucket has been reduced, if not None.
     """
 
-    def __init__(self, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket | None) -> None:
+    def __init__(
+        self, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket | None, sends_status: bool = False
+    ) -> None:
         self.index = bucket.index()
         self.stages = 0
         self.finished = False
@@ -260,6 +297,7 @@ class InFlightBucket:
         self._queue = queue
         self._bucket = bucket
         self._storage = storage
+        self._unsent_status = storage.status_slot if sends_status and storage is not None else None
         self._hook = queue.hook
         self._phases: Phases | None = None
         self._request: Request | None = None  # that is yet to be issued, or to be allowed
@@ -303,13 +341,18 @@ class InFlightBucket:
 
     def go_on(self) -> None:
         """Issue the request that is due, or resume the hook up to its next one."""
+        if self._issued is not None:
+            self.block()  # also what is done: waiting orders streams, and raises what has failed
+            return
         request = self._request
         if request is not None and not isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             self._request = None
+            storage = self._storage if self.stages == 0 else None
             with torch.no_grad(), comm.counted_in(self._total):
-                self._issued = self._queue.issue(request, self.stages, self._storage if self.stages == 0 else None)
+                self._issued = self._queue.issue(request, self.stages, storage)
             if not isinstance(request, requests.Wait):
                 self.stages += 1
+            self._send_status(travels_along=takes_along(request, storage))
             if self.on_collective is not None and self.collective is not None:
                 self.on_collective(self.collective)
             if self._queue.at_once:  # whether a device is done yet must not decide what comes next
@@ -346,14 +389,37 @@ class InFlightBucket:
                 if end.value is not None:
                     self._result = check_result(self._hook.name, self._bucket, end.value)
                 self.finished = True
+                self._send_status()
         if self.finished and self.on_finished is not None:
             self.on_finished()
+
+    def _send_status(self, *, travels_along: bool = False) -> None:
+        slot, self._unsent_status = self._unsent_status, None
+        if slot is not None:
+            with torch.no_grad():
+                self._queue.send_status(slot, travels_along=travels_along)
 
     def wait(self) -> Tensor:
         """Block until the bucket is reduced; return the reduced values, which may lie in the bucket's own buffer."""
         self._queue.wait_for(self)
         self._phases = None
         return self._bucket.buffer() if self._result is None else self._result
+
+
+def carry_out(phases: Generator[Request, Any, None], group: comm.ProcessGroup) -> None:
+    """Carry out requests outside of a backward: one after the other on one group, waiting for each.
+
+    Args:
+        phases: Generator of requests without subgroups.
+        group: Ranks that take part; the order of what is issued on it is up to the caller.
+    """
+    queue, result = CollectiveQueue(group, at_once=True), None
+    with torch.no_grad(), suppress(StopIteration):
+        while True:
+            issued = queue.issue(phases.send(result), 0)
+            for handle in issued.handles:
+                handle.wait()
+            result = issued.result()
 
 
 def _check_request(hook: BucketHook, yielded: object) -> Request:
@@ -376,13 +442,19 @@ def _subgroups(request: Request) -> Iterator[Subgroup | None]:
         yield getattr(request, "subgroup", None)
 
 
+def takes_along(request: Request, storage: Bucket | None) -> bool:
+    """Tell whether a request sums a whole bucket that has a status behind it."""
+    if storage is None or storage.status_slot is None or not isinstance(request, requests.AllReduce):
+        return False
+    return request.subgroup is None and is_same_memory(request.tensor, storage.buffer)
+
+
 def _issue(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> _Issued:
     size = group.size()
     if isinstance(request, requests.AllReduce):
         tensor = request.tensor
-        whole = storage is not None and storage.tail is not None and request.subgroup is None
-        if whole and storage is not None and _is_same(tensor, storage.buffer):
-            return _Issued([comm.all_reduce(storage.wire, group)], lambda: tensor)
+        if storage is not None and takes_along(request, storage):
+            return _Issued([comm.all_reduce(storage.comm_buffer, group)], lambda: tensor)
         return _Issued([comm.all_reduce(tensor, group)], lambda: tensor)
     if isinstance(request, requests.Broadcast):
         tensor = request.tensor
@@ -416,7 +488,8 @@ def comm_reduce_scatter(request: requests.ReduceScatter, group: comm.ProcessGrou
     return _Issued([work], sum_parts)
 
 
-def _is_same(result: Tensor, buffer: Tensor) -> bool:
+def is_same_memory(result: Tensor, buffer: Tensor) -> bool:
+    """Tell whether a flat result lies where the buffer is."""
     return result.data_ptr() == buffer.data_ptr() and result.dtype == buffer.dtype and result.numel() == buffer.numel()
 
 

@@ -1,21 +1,13 @@
-"""The gradient reducer: one backward from the first gradient to the last bucket, and what all ranks agree on.
+"""The gradient reducer: what wrappers and strategies call, and what the engine calls back.
 
-    hooks ---> engine ---> Reducer.bucket_full ---> Flights.launch          (in bucket order, while backward goes on)
-                 |
-    end of backward ----> Reducer._finish: agree on what is missing -> launch the rest -> wait -> write back -> rebuild
-
-[Note: three ways to agree] Ranks must issue the same collectives although a rank may lack gradients:
-  * recording (the first backward, and after a change of the trainable set): nothing is launched before the end; ranks
-    exchange full reports, then reduce, then rebuild the buckets in the order that was seen;
-  * counting (automatic optimisation): all buckets are sent, missing gradients as zeros; the number of oddities is
-    summed in one element behind the last bucket, and only if it is not zero do ranks exchange reports;
-  * flags (manual optimisation, ``find_unused_parameters=True``): ranks sum one flag for each parameter before the
-    remaining buckets are sent, so that a bucket that nobody used is not sent at all.
+hooks ---> engine ---> bucket_full ---> InFlightBuckets.launch ---> queue      (in bucket order, while backward goes on)
+|
+end of backward ----> BackwardEnd.finish: agree -> launch the rest -> wait -> copy out; then buckets may be planned anew
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -24,30 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.reducer.agreement import Report, UnusedPolicy, Verdict, judge, steps_differ_text
-from lightning_ddp_hooks.reducer.arena import Arena
+from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.backend import EngineFactory, engine_factory
-from lightning_ddp_hooks.reducer.bucket import Bucket
-from lightning_ddp_hooks.reducer.buffers import Buffers
-from lightning_ddp_hooks.reducer.claim import claim, release, require_free
+from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.config import ReducerConfig
+from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
 from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.facts import bucket_facts
-from lightning_ddp_hooks.reducer.flights import Flights
-from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
-from lightning_ddp_hooks.reducer.learning import Learning
-from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
-from lightning_ddp_hooks.reducer.observer import BackwardObserver, told_of_wait
+from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
+from lightning_ddp_hooks.reducer.module_sync import Buffers, broadcast_tensors, check_same_on_all_ranks
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard
+from lightning_ddp_hooks.reducer.parameters import WatchedParameters, check_parameters, claim, release, require_free
 from lightning_ddp_hooks.reducer.queue import BucketHook, CollectiveQueue
-from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
-from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_sparse
-from lightning_ddp_hooks.reducer.stream import Readout
-from lightning_ddp_hooks.reducer.trainable import TrainableSet, check_parameters
-from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
-from lightning_ddp_hooks.traffic import ByteCounter
+from lightning_ddp_hooks.reducer.sparse import mean_sparse_or_dense
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
+_SOME_EXCEPTION = "an exception"
 
 
 class Reducer:
@@ -57,20 +42,29 @@ class Reducer:
     (and buffers) to all.
 
     Args:
-        module: the module to train.
-        config: bucket sizes and modes.
-        process_group: the ranks; None for all.
-        policy: what a missing gradient means; by default an error, or allowed with ``find_unused_parameters``.
-        skip_missing_loss: whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
-        ends_steps: whether `end_step` is called after each training step, so that ranks notice if one runs fewer
+        module: Module to train.
+        config: Bucket sizes and modes.
+        process_group: Ranks; None for all.
+        policy: What a missing gradient means; by default an error, or allowed with ``find_unused_parameters``.
+        skip_missing_loss: Whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
+        ends_steps: Whether `end_step` is called after each training step, so that ranks notice if one runs fewer
             backwards than others.
-        timeout: of the reducer's own groups; None for that of ``process_group``.
-        agree_on: further settings that must be the same on all ranks, by name.
+        timeout: Timeout of the reducer's own groups; None for that of ``process_group``.
+        agree_on: Further settings that must be the same on all ranks, by name.
+
+    Attributes:
+        on_backward_begin: Called when a synced backward begins.
+        synced_backwards: Number of synced backwards that have ended.
+        skip_step: Whether all ranks are to skip the step of the last backward.
+        failed: Whether this rank ends with an error, so that others may be anywhere.
+        detached: Whether `detach` was called.
+        aborted_work: Whether collectives were begun that nobody waits for any more.
+        aborted_at: Where an aborted backward was: `progress` and `waits_for`; None while none is aborted.
 
     Raises:
-        RuntimeError: the ranks' models or settings differ, or there is no process group.
+        RuntimeError: The ranks' models or settings differ, or there is no process group.
         TypeError: ``module`` is not a module.
-        ValueError: a parameter is not initialised, or has a reducer already.
+        ValueError: A parameter is not initialized, or has a reducer already.
     """
 
     # ------------------------------------------------------------------ construction
@@ -92,12 +86,7 @@ class Reducer:
         self.config = config if config is not None else ReducerConfig()
         self.parent_group = comm.resolve_group(process_group)
         self.timeout = timeout
-        self._module = module
-        self._skip_missing_loss = skip_missing_loss
-        self._ends_steps = ends_steps
-        self._policy = policy or (
-            UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN
-        )
+        policy = policy or (UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN)
         ignored = _compat.ignored_names(module)
         check_parameters(module)
         require_free([(name, param) for name, param in module.named_parameters() if name not in ignored])
@@ -106,63 +95,70 @@ class Reducer:
         self.group = comm.new_group(self.parent_group, timeout=timeout)
         self.control_group = comm.new_group(self.parent_group, cpu=True, timeout=timeout)
         self.world_size = comm.world_size(self.group)
-        self._flights = Flights(self.group)
+        at_once = any(comm.is_stream_ordered(self.group, device) for device in {p.device for p in module.parameters()})
+        self.queue = CollectiveQueue(self.group, at_once=at_once, timeout=timeout)
+        self._in_flight = InFlightBuckets(self.queue, self.group)
 
         self.buffers = Buffers(module, ignored, self.group, broadcasts=self.config.broadcast_buffers)
-        self._flights.queue = CollectiveQueue(self.group, at_once=self._at_once(), timeout=timeout)
-        self._trainable = TrainableSet(
+        self._parameters = WatchedParameters(
             module,
             ignored,
-            keeps_frozen=self._policy is not UnusedPolicy.FORBIDDEN,
-            on_thawed=self._thawed_ready,
+            keeps_frozen=policy is not UnusedPolicy.FORBIDDEN,
+            on_unfrozen=self._unfrozen_ready,
         )
-        tensors: list[tuple[str, Tensor]] = list(self._trainable.named())
+        tensors: list[tuple[str, Tensor]] = list(self._parameters.named())
         if self.config.broadcast_buffers:
             tensors += [(name, b) for name, b in module.named_buffers() if name not in ignored]
         check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
-        self._make_engine = self._choose_engine()
-        broadcast_tensors([*(param for _, param in self._trainable.named()), *self.buffers.now()], self.group)
+        make_engine = self._choose_engine()
+        broadcast_tensors([*(param for _, param in self._parameters.named()), *self.buffers.now()], self.group)
 
-        # One pass (see engine.py).
-        self._oddities = 0
-        self._window_open = False
-        self.synced_backwards = 0
-        self._late_readout: Readout | None = None
-        self._shadowing = False
         self.on_backward_begin: Callable[[], None] | None = None
-        self.sent_in_pass: int | None = None
-        self._counts_next_pass = False
-        self._traffic: ByteCounter | None = None
+        self.synced_backwards = 0
         self.skip_step = False
         self.failed = False
         self.detached = False
         self.aborted_work = False
         self.aborted_at: tuple[int, int, int, str] | None = None
-
-        self._learning: Learning
-        self._planned: list[BucketLayout] | None = None
-        self._auto_cap_bytes: int | None = None
-
-        self._sparse_ids = expects_sparse_gradient(module)
-        self._arena = Arena()
-        self._engine: Engine
+        self._aborted: str | None = None  # the exception that has ended the backward that is still open
+        self._unusable: str | None = None  # why ranks can go on no more
+        self._window_open = False
         self._forwards = 0
-        self._begin_learning()
-        claim((param for _, param in self._trainable.named()), self)
 
-    def _at_once(self) -> bool:
-        devices = {param.device for param in self._module.parameters()}
-        return any(comm.is_stream_ordered(self.group, device) for device in devices)
+        self._manager = BucketManager(
+            self._parameters,
+            self._in_flight,
+            self.config,
+            make_engine,
+            self,
+            may_miss=policy is not UnusedPolicy.FORBIDDEN,
+        )
+        self._end = BackwardEnd(
+            self._manager,
+            self._in_flight,
+            self._parameters,
+            self.group,
+            self.control_group,
+            policy=policy,
+            static_graph=self.config.static_graph,
+            skip_missing_loss=skip_missing_loss,
+            ends_steps=ends_steps,
+        )
+        claim((param for _, param in self._parameters.named()), self)
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters whose gradients are reduced."""
-        return self._trainable.names
+        """Names of the parameters whose gradients are reduced."""
+        return self._parameters.names
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are reduced."""
-        return self._trainable.params
+        """Parameters whose gradients are reduced."""
+        return self._parameters.params
+
+    @property
+    def _engine(self) -> Engine:
+        return self._manager.engine
 
     def _choose_engine(self) -> EngineFactory:
         """Choose the engine, alike on all ranks or not; collective where choosing can fail."""
@@ -178,111 +174,56 @@ class Reducer:
         assert factory is not None
         return factory
 
-    def _begin_learning(self) -> None:
-        """Hook on to the parameters that are watched now, and begin to record their order."""
-        params = self.params
-        self._sparse = [index for index, param in enumerate(params) if id(param) in self._sparse_ids]
-        self._learning = Learning(
-            len(params),
-            static_graph=self.config.static_graph,
-            may_miss=self._policy is not UnusedPolicy.FORBIDDEN,
-        )
-        with _hookable(params):
-            self._engine = self._make_engine(params, self, self.config.gradient_as_bucket_view)
-        self._flights.engine = self._engine
-        self._flights.share_out()
-        self._engine.hold = True
-        self._lay_out_initially()
-
-    def _begin_anew(self) -> None:
-        """Watch the parameters that require a gradient by now."""
-        sync = self._engine.sync
-        self._engine.close()
-        self._trainable.track()
-        self._begin_learning()
-        self._engine.sync = sync
-
-    def _lay_out_initially(self) -> None:
-        one_bucket = self._policy is UnusedPolicy.FORBIDDEN
-        limits = [UNLIMITED] if one_bucket else self._limits()
-        self._set_layout(initial_layout(self.params, limits, self._dense_indices(), self._hook_keys()))
-
-    def _hook_keys(self) -> list[Hashable]:
-        """Ask the hook which parameters it wants in buckets of their own."""
-        return [self._flights.group_of(name, param) for name, param in zip(self.names, self.params, strict=True)]
-
-    def _limits(self) -> list[int]:
-        return self.config.limits(self._auto_cap_bytes)
-
-    def _dense_indices(self) -> list[int]:
-        outside = {*self._sparse, *self._learning.dropped}
-        return [index for index in range(len(self.params)) if index not in outside]
-
-    def _set_layout(self, layouts: Sequence[BucketLayout]) -> None:
-        """Allocate buckets, and move gradients that lie in the old ones."""
-        self._planned = None
-        params, expected = self.params, self._learning.expected
-        old = [
-            (param, view)
-            for bucket in self._flights.buckets  # of other parameters, maybe
-            for param, view in zip(bucket.params, bucket.views, strict=True)
-        ]
-        moved = [(param, view) for param, view in old if param.grad is view]
-        keeps = moved or any(self._arena.holds(param.grad) for param, _ in old)
-        self._flights.use_buckets([], (), expected)
-        if keeps:  # somebody's gradients lie there, maybe by another tensor on the same memory
-            self._arena.forget()
-        buckets = self._arena.place(layouts, params)
-        if moved:
-            new_views = {
-                id(param): view for bucket in buckets for param, view in zip(bucket.params, bucket.views, strict=True)
-            }
-            with torch.no_grad():
-                for param, view in moved:
-                    # One that has left the buckets keeps what it has.
-                    param.grad = new_views[id(param)].copy_(view) if id(param) in new_views else view.clone()
-        self._flights.use_buckets(buckets, self.names, expected)
-        self._flights.apply_divisor()
-
-    @property
-    def queue(self) -> CollectiveQueue:
-        """The queue that issues the collectives of buckets."""
-        return self._flights.queue
-
     def set_hook(self, hook: BucketHook) -> None:
         """Have buckets reduced by ``hook`` instead of the plain mean.
 
         Raises:
-            RuntimeError: a second call, or one after the first backward.
+            RuntimeError: A second call, or one after the first backward.
         """
-        if self._flights.custom:
+        if self._in_flight.has_hook:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         if self.synced_backwards or self._engine.active:
             raise RuntimeError("A communication hook must be registered before the first backward.")
-        self._flights.queue.hook, self._flights.custom = hook, True
-        self._flights.share_out()
-        if any(key is not None for key in self._hook_keys()):
-            self._lay_out_initially()
-        self._flights.apply_divisor()
+        self.queue.hook, self._in_flight.has_hook = hook, True
+        # One that blocks within a launch would wait for ranks that wait for its rank's flags.
+        self._in_flight.postpones = hook.one_at_a_time and self._end.uses_flags
+        self._in_flight.select_launch_path()
+        if self._manager.has_keys():
+            self._manager.lay_out_initially()
+        self._in_flight.apply_divisor()
 
     # ------------------------------------------------------------------ what the wrapper or strategy calls
 
     @property
     def observer(self) -> BackwardObserver | None:
-        """Who is told of each pass; None by default.
+        """Who is told of each backward; None by default.
 
         With an observer buckets are launched from Python, also under the native engine; the results are the same.
         """
-        return self._flights.observer
+        return self._in_flight.observer
 
     @observer.setter
     def observer(self, observer: BackwardObserver | None) -> None:
         if observer is not None and self._engine.active:
             raise RuntimeError("An observer can be set only between two backwards.")
-        self._flights.observer = observer
-        # One may leave at any time, such as when an error has broken a backward off, whose buckets stay what they are.
+        self._in_flight.observer = observer
+        # One may leave at any time, such as when an error has ended a backward, whose buckets stay what they are.
         if not (self.detached or self._engine.active):
-            self._flights.share_out()
+            self._in_flight.select_launch_path()
+
+    @property
+    def nonfinite(self) -> GradientGuard | None:
+        """What looks at this rank's own gradients before they are sent; None by default.
+
+        With it buckets are launched from Python, also under the native engine.
+        """
+        return self._in_flight.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, guard: GradientGuard | None) -> None:
+        self._in_flight.nonfinite = guard
+        if not (self.detached or self._engine.active):
+            self._in_flight.select_launch_path()
 
     @property
     def sync(self) -> bool:
@@ -304,97 +245,114 @@ class Reducer:
             self.sync = before
 
     def before_forward(self, buffers_from: int = 0) -> None:
-        """Finish or abandon what an earlier backward left behind, and refresh buffers; before each forward.
+        """Finish what an earlier backward left behind, and refresh buffers; before each forward.
 
         Args:
-            buffers_from: the rank whose buffers are taken.
+            buffers_from: Rank whose buffers are taken.
         """
         self.finalize_pending_backward()
         self._forwards += 1
-        if self._engine.hold or self._forwards % _FORWARDS_PER_LOOK == 0:
+        if self._engine.recording or self._forwards % _FORWARDS_PER_LOOK == 0:
             self._look_at_structure()
-        self._trainable.watch_thawed()
+        self._parameters.watch_unfrozen()
         if self.buffers.refresh_due:
             self.buffers.refresh(buffers_from)
 
     def _look_at_structure(self) -> None:
         """Notice parameters that were added or replaced; before the buckets are laid out, begin anew with them."""
         idle = not (self._engine.active or any(self._engine.used()))
-        if self._trainable.look(may_begin_anew=self._engine.hold and idle):
-            self._begin_anew()
+        if self._parameters.look(may_begin_anew=self._engine.recording and idle):
+            self._manager.restart()
 
-    def _thawed_ready(self) -> None:
+    def _unfrozen_ready(self) -> None:
         if self._engine.sync and not self._engine.active:
-            self.pass_begins()
-        if self._engine.sync and not self._engine.armed:
-            self._engine.arm()
+            self.open_backward()
+        if self._engine.sync and not self._engine.callback_queued:
+            self._engine.queue_callback()
 
     def finalize_pending_backward(self) -> None:
-        """Bring a backward that is still open to its end."""
-        engine = self._engine
+        """Bring a backward that is still open to its end, also one that an exception has ended; collective.
+
+        Raises:
+            RuntimeError: Gradients are missing in a way that the policy forbids, or an exception has ended the backward
+                of some ranks only.
+        """
         if _compat.current_backward_id() != -1:
             return  # a forward within a backward (checkpointing)
-        if engine.armed or engine.broken:  # an exception broke the backward off before its end could be told
-            self._abort()
-        elif engine.active:
+        self._notice_aborted()
+        if self._aborted is not None:
+            self._finish(self._aborted)
+        elif self._engine.active:
             self._finish()
+
+    def settle_status(self) -> None:
+        """Look at what an asynchronous device has left pending; where all ranks meet and the host waits. Collective.
+
+        To be called before an evaluation, a checkpoint and the end of training. On the CPU nothing is ever pending.
+
+        Raises:
+            RuntimeError: Gradients were missing in the last backward in a way that the policy forbids.
+        """
+        if self.detached:
+            return
+        outcome = self._end.settle_status()
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.resolution.relayout:
+            self._manager.restart()
 
     def end_step(self) -> None:
         """End a training step whose backwards the user ran; a collective call, where `ends_steps` was set.
 
         Raises:
-            RuntimeError: other ranks are in a further backward of theirs.
+            RuntimeError: Other ranks are in a further backward of theirs.
         """
         self.finalize_pending_backward()
         if self._engine.sync and self.params:
-            flags = 0 if self._engine.hold else len(self.params) + 2
-            self._meet(bytearray(flags), at_end_of_step=True)
+            self._end.end_step()
 
     @contextmanager
     def shadowing(self, shadowing: bool = True) -> Iterator[None]:
         """Let this rank do its part of backwards for which it has no data (if so).
 
-        What lies in ``.grad`` is sent. A rank that has accumulated nothing since the last synchronised backward counts
-        as absent: no gradient is missed from it, and its missing loss makes nobody skip the step.
+        What lies in ``.grad`` is sent. A rank that has accumulated nothing since the last synced backward counts as
+        absent: no gradient is missed from it, and its missing loss makes nobody skip the step.
         """
-        self._shadowing = shadowing
+        self._end.shadowing = shadowing
         try:
             yield
         finally:
-            self._shadowing = False
+            self._end.shadowing = False
 
     def shadow_backward(self) -> None:
-        """Do this rank's part of one synchronised backward of the others, with zeros or with what was accumulated."""
+        """Do this rank's part of one synced backward of the others, with zeros or with what was accumulated."""
         self.finalize_pending_backward()
         if not any(self._engine.used()):
             for param in self.params:
                 param.grad = None  # of a step long done
         with self.shadowing():
-            self._open_pass()
+            self._open()
             self._finish()
 
-    def _absent(self) -> bool:
-        return self._shadowing and not (any(self._engine.used()) or self._trainable.thawed_used)
-
     def had_gradient(self) -> bool:
-        """Tell whether this rank got a gradient since the last synchronised backward."""
+        """Tell whether this rank got a gradient since the last synced backward."""
         return any(self._engine.used())
 
     def forget_use(self) -> None:
         """Begin a new accumulation window: gradients that came so far were used up without being reduced."""
         self._engine.forget_use()
-        self._trainable.forget_use()
+        self._parameters.forget_use()
 
     @property
     def divisor(self) -> float:
         """What sums over ranks are divided by; the number of ranks by default."""
-        return self._flights.divisor
+        return self._in_flight.divisor
 
     def set_divisor(self, divisor: float) -> None:
-        """Set what sums over ranks are divided by; before the first gradient of a pass comes."""
+        """Set what sums over ranks are divided by; before the first gradient of a backward comes."""
         if divisor != self.divisor:
-            self._flights.divisor = divisor
-            self._flights.apply_divisor()
+            self._in_flight.divisor = divisor
+            self._in_flight.apply_divisor()
 
     @contextmanager
     def backward_window(self) -> Iterator[None]:
@@ -403,24 +361,25 @@ class Reducer:
         At the end all gradients are reduced; a rank that had nothing to reduce does its part with zeros.
 
         Raises:
-            RuntimeError: gradients are missing in a way that the policy forbids.
+            RuntimeError: Gradients are missing in a way that the policy forbids.
         """
         self.finalize_pending_backward()
         self._window_open = True
-        passes = self.synced_backwards
+        before = self.synced_backwards
         try:
             yield
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            if self._engine.active or (self._engine.sync and self.synced_backwards == before):
+                self._note_aborted(f"{type(error).__name__}: {error}")
             raise
         finally:
             self._window_open = False
         if self._engine.active:
             self._finish()
-        elif self._engine.sync and self.synced_backwards == passes and self.params:
-            if not self._shadowing:
+        elif self._engine.sync and self.synced_backwards == before and self.params:
+            if not self._end.shadowing:
                 self._look_at_structure()  # a loss whose gradients all went elsewhere looks like no loss
-            self.pass_begins()
+            self.open_backward()
             self._finish()
 
     def watch_backward_of(self, outputs: Sequence[Tensor]) -> None:
@@ -429,8 +388,8 @@ class Reducer:
 
     # ------------------------------------------------------------------ what the engine calls
 
-    def pass_begins(self) -> None:
-        """Open a pass: count the oddities that are known already."""
+    def open_backward(self) -> None:
+        """Prepare for a synced backward, whose first gradient has come."""
         if torch.is_grad_enabled() and _compat.current_backward_id() != -1:
             raise RuntimeError(
                 "backward(create_graph=True) cannot be reduced over ranks: the mean of gradients is not part of the "
@@ -439,286 +398,132 @@ class Reducer:
             )
         if self.on_backward_begin is not None:
             self.on_backward_begin()
-        self._open_pass()
+        self._open()
 
-    def _open_pass(self) -> None:
+    def _open(self) -> None:
+        self._require_usable()
         self.aborted_at = None
-        if self._planned is not None:
-            # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
-            self._set_layout(self._planned)
-        self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
+        # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
+        self._manager.use_planned()
         if self.observer is not None:
             self.observer.backward_opened()
-        if self._counts_next_pass and comm.current_total() is None:
-            self._counts_next_pass = False
-            self._traffic = ByteCounter(gives_way=True)
-            comm.count_bytes(self._traffic)
-        self._flights.pass_opens()
+        self._in_flight.start()
         self._engine.start()
 
     def bucket_full(self, index: int) -> None:
-        """Launch the bucket."""
-        self._flights.launch(index)
-
-    def count_next_pass(self) -> None:
-        """Have the bytes counted that this rank sends in the next pass, or the first one in which nobody else counts.
-
-        Until that has ended `sent_in_pass` is None, and from then on their number.
-        """
-        self.sent_in_pass = None
-        self._counts_next_pass = True
-
-    def _stop_counting(self) -> int | None:
-        if self._traffic is None:
-            return None
-        comm.stop_counting(self._traffic)
-        sent, self._traffic = sum(self._traffic.take().values()), None
-        return sent
-
-    def backward_broke(self) -> None:
-        """Give up the pass of a backward that an exception broke off."""
-        self._abort()
-
-    def backward_ended(self) -> None:
-        """End the pass, unless it goes on in an enclosing backward or in the rest of the window."""
-        if not self._engine.active:
-            return
-        if self._complete() or not (self._window_open or _compat.backward_is_nested()):
-            self._finish()
-
-    def _complete(self) -> bool:
-        engine = self._engine
-        return (
-            not engine.hold
-            and engine.launched == len(self._flights.buckets)
-            and not (self._sparse and engine.unready())
-        )
-
-    # ------------------------------------------------------------------ the end of a pass
-
-    def _abort(self) -> None:
-        self._stop_counting()
-        if self._engine.active:
-            self.aborted_at = (*self.progress(), self.waits_for())
-        self.aborted_work |= self._flights.under_way or (self._engine.active and self._engine.launched > 0)
-        self._engine.stop()
-        self._engine.armed, self._engine.broken = False, False
-        self._engine.forget_use()
-        self._trainable.forget_use()
-        self._flights.forget()
-        if self.observer is not None:
-            self.observer.backward_aborted()
-
-    def _finish(self) -> None:
+        """Launch a bucket that is full."""
         try:
-            with _compat.span("ldh::finish"), torch.no_grad():
-                self._finish_pass()
-            if self._traffic is not None:
-                self.sent_in_pass = self._stop_counting()
-        except BaseException:
-            self._abort()
+            self._in_flight.bucket_full(index)
+        except Exception as error:  # a hook's; what it has sent and not sent is not known
+            self._note_unusable(f"{type(error).__name__}: {error}")
             raise
 
-    def _finish_pass(self) -> None:
+    def backward_ended(self) -> None:
+        """End the backward, unless it goes on in an enclosing backward or in the rest of the window."""
+        if not self._engine.active:
+            return
+        if self._end.complete or not (self._window_open or _compat.backward_is_nested()):
+            self._finish()
+
+    def backward_aborted(self) -> None:
+        """Finish a backward that an exception has ended, before another one goes on without a forward between them."""
+        self._notice_aborted()
+        if self._aborted is not None:
+            self._finish(self._aborted, keeps_gradients=True)
+
+    # ------------------------------------------------------------------ the end of a backward
+
+    def _notice_aborted(self) -> None:
+        engine = self._engine
+        if engine.callback_queued or engine.aborted:  # an exception has dropped the callback, or is about to
+            engine.callback_queued = engine.aborted = False
+            if engine.active and self._aborted is None:
+                self._note_aborted(_SOME_EXCEPTION)
+
+    def _note_aborted(self, error: str) -> None:
+        engine = self._engine
+        engine.callback_queued = engine.aborted = False
+        self._aborted = error
+        if engine.active:
+            self.aborted_at = (*self.progress(), self.waits_for())
+
+    def _finish(self, aborted: str | None = None, *, keeps_gradients: bool = False) -> None:
+        self._require_usable()
+        try:
+            if aborted is not None and not self._engine.active:
+                self._open()
+            with _compat.span("ldh::finish"), torch.no_grad():
+                self._finish_backward(aborted, keeps_gradients=keeps_gradients)
+        except BaseException as error:
+            if self._engine.active:  # it was not brought to its end
+                self._give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def _finish_backward(self, aborted: str | None, *, keeps_gradients: bool) -> None:
         engine = self._engine
         self.skip_step = False
-        # Where something may be missing, the engine's buckets are looked after here; else it ends the pass by itself.
-        if self._flights.by_engine and not (self._policy is UnusedPolicy.FORBIDDEN and self._complete()):
-            self._flights.take_over()
-        if engine.hold:
-            if self._ends_steps:
-                self._meet(bytearray())
-            verdict = self._exchange()
-            self._flights.launch_rest(verdict.unused)
-            self._flights.collect()
-        elif self._policy is UnusedPolicy.FORBIDDEN:
-            verdict = self._reduce_counting()
-        else:
-            verdict = self._share_flags()
-            self._flights.launch_rest(verdict.unused)
-            self._flights.collect()
-        self._flights.write_back(verdict.unused)
-        self._reduce_sparse(verdict.unused)
-        if problem := self._late_problem():
-            raise RuntimeError(problem)
-
-        self.synced_backwards += 1
-        self.buffers.changed()
-        self.skip_step = verdict.skip_step
-        recorded, own_fired = engine.hold, engine.fired() if engine.hold else []
+        outcome = self._end.finish(aborted)
+        resolution = outcome.resolution
+        recorded, own_fired = engine.recording, engine.fired() if engine.recording else []
+        self._in_flight.forget()
         engine.stop()
         self.forget_use()
+        self._aborted = None
+        self.synced_backwards += 1
+        self.buffers.changed()
+        self.skip_step = resolution.skip_step
+        if resolution.discard and not keeps_gradients:
+            for param in self.params:
+                param.grad = None
+        if aborted is not None and self.nonfinite is not None:
+            self.nonfinite.forget()
         if self.observer is not None:
-            self.observer.backward_finished()
-        if verdict.relayout:
-            self._follow_trainable_set()
-        elif recorded:
-            self._learn(own_fired)
+            (self.observer.backward_finished if aborted is None else self.observer.backward_aborted)()
+        if outcome.error is not None:
+            raise outcome.error
+        if resolution.relayout:
+            self._reduce_unfrozen()
+            self._manager.restart()
+        elif recorded and not resolution.discard:
+            self._manager.conclude(own_fired, self.group, self.control_group)
 
-    def _report(self) -> Report:
-        engine = self._engine
-        used = engine.used()
-        return Report(
-            missing=tuple(index for index, flag in enumerate(used) if not flag and index not in self._learning.dropped),
-            trainable=self._trainable.names_now(),
-            sparse=tuple(index for index, param in enumerate(self.params) if _is_sparse(param.grad)),
-            had_loss=any(used) or self._trainable.thawed_used,
-            absent=self._absent(),
-            order=tuple(engine.order()),
-            fired=tuple(engine.fired()) if engine.hold else (),
-            structure=self._trainable.digest() if engine.hold else "",
-            problem=self._late_problem(),
-        )
-
-    def _exchange(self) -> Verdict:
-        with told_of_wait(self.observer):
-            reports = comm.all_gather_object(self._report(), self.control_group)
-        verdict = judge(reports, self.names, self._policy_now(), skip_missing_loss=self._skip_missing_loss)
-        if self._engine.hold:
-            self._adopt_sparse({index for report in reports for index in report.sparse})
-            self._learning.note(reports)
-        return verdict
-
-    def _policy_now(self) -> UnusedPolicy:
-        # A static graph learns in its recorded backward which parameters it does not use.
-        if self.config.static_graph and self._engine.hold:
-            return UnusedPolicy.ALLOWED
-        return self._policy
-
-    def _reduce_counting(self) -> Verdict:
-        engine = self._engine
-        if not self._complete():
-            used = engine.used()
-            missing = 0 if self._absent() else sum(not used[index] for index in engine.unready())
-            self._count_oddities(self._oddities + missing + len(engine.late()))
-        self._flights.launch_rest(frozenset())
-        count: Readout | None = None
-        if self._counts_in_tail():
-            self._flights.collect()
-            tail = self._flights.buckets[-1].tail
-            assert tail is not None
-            stream = self._flights.streams[-1]
-            with stream.context():
-                count = stream.read(tail)
-                if stream.asynchronous:  # the number may be looked at only after the tail has been used again
-                    tail.zero_()
-        else:
-            number = torch.tensor([self._oddities], dtype=torch.int32)
-            work = comm.all_reduce(number, self.control_group)
-            self._flights.collect()
-            with told_of_wait(self.observer):
-                work.wait()
-            count = _HostNumber(number)
-        # A device's number is looked at one pass later, unless this rank knows already that it is not zero.
-        if self._defers_reading() and not self._oddities:
-            count, self._late_readout = self._late_readout, count
-        if self._oddities or (count is not None and count.value()):
-            if self._counts_in_tail():
-                self._flights.buckets[-1].tail.zero_()  # type: ignore[union-attr]
-            return self._exchange()
-        return Verdict()
-
-    def _count_oddities(self, number: int) -> None:
-        """Note the number of oddities, and have it travel behind the last bucket."""
-        self._oddities = number
-        tail = self._flights.buckets[-1].tail if self._flights.buckets else None
-        if number and tail is not None:
-            tail.fill_(number)
-
-    def _counts_in_tail(self) -> bool:
-        return (
-            getattr(self._flights.queue.hook, "carries_tail", not self._flights.custom)
-            and not self._sparse
-            and bool(self._flights.buckets)
-        )
-
-    def _defers_reading(self) -> bool:
-        if not self._counts_in_tail() or self._skip_missing_loss != "zeros":
-            return False
-        return self._flights.streams[-1].asynchronous
-
-    def _share_flags(self) -> Verdict:
-        used, present = bytearray(self._engine.used()), not self._absent()
-        used.append(min(255, self._oddities + len(self._engine.late()) + (present and not any(used))))
-        used.append(present)
-        flags = self._meet(used)
-        counts, oddities, ranks = flags[:-2], flags[-2], flags[-1]
-        differ = bool(((counts > 0) & (counts < ranks)).any())
-        if bool(oddities) or (differ and self._policy is UnusedPolicy.ALIKE):
-            return self._exchange()
-        return Verdict(unused=frozenset((counts == 0).nonzero().flatten().tolist()))
-
-    def _meet(self, flags: bytearray, *, at_end_of_step: bool = False) -> Tensor:
-        """Sum flags over the ranks; find out if some are in a backward while others have ended their step."""
-        flags.append(at_end_of_step)
-        counts = torch.frombuffer(flags, dtype=torch.uint8).to(torch.int32)
-        with told_of_wait(self.observer):
-            comm.all_reduce(counts, self.control_group).wait()
-        if 0 < int(counts[-1]) < self.world_size:
-            raise RuntimeError(steps_differ_text(comm.all_gather_object(at_end_of_step, self.control_group)))
-        return counts[:-1]
-
-    def _reduce_sparse(self, unused: frozenset[int]) -> None:
-        for index in self._sparse:
-            if index not in unused:
-                param = self.params[index]
-                param.grad = mean_sparse(param.grad, param, self.divisor, self.group)
-
-    # ------------------------------------------------------------------ learning and rebuilding
-
-    def _adopt_sparse(self, found: set[int]) -> None:
-        """Take parameters out of the buckets whose gradient turned out to be sparse on some rank."""
-        if found <= set(self._sparse):
-            return
-        self._sparse = sorted({*self._sparse, *found})
-        self._sparse_ids |= {id(self.params[index]) for index in found}
-        self._set_layout(initial_layout(self.params, [UNLIMITED], self._dense_indices(), self._hook_keys()))
-
-    def _learn(self, own_fired: Sequence[int]) -> None:
-        """Plan the buckets in the order of the backward, once enough of it has been seen."""
-        if not self._learning.conclude(own_fired):
-            return
-        if self.config.bucket_cap_mb == "auto" and self._auto_cap_bytes is None and self.params:
-            link = measure_link(self.group, self.control_group, self.params[0].device)
-            total = sum(param.numel() * param.element_size() for param in self.params)
-            self._auto_cap_bytes = best_bucket_bytes(total, link)
-        order = self._learning.layout_order(self._sparse)
-        self._planned = rebuilt_layout(self.params, order, self._limits(), self._learning.keys(self._hook_keys()))
-        self._engine.hold = False
-
-    def _follow_trainable_set(self) -> None:
-        """Reduce what has been unfrozen by itself this once, and begin again with the new set."""
-        for param in self._trainable.fresh():
+    def _reduce_unfrozen(self) -> None:
+        """Reduce by itself, this once, what has been unfrozen and is not watched yet; the same on all ranks."""
+        for name, param in self._parameters.fresh():
             has = torch.tensor([int(param.grad is not None)], dtype=torch.int32)
             comm.all_reduce(has, self.control_group).wait()
-            if not has:
-                continue
-            gradient = torch.zeros_like(param) if param.grad is None else param.grad
-            if id(param) in self._sparse_ids:
-                param.grad = mean_sparse(param.grad, param, self.divisor, self.group)
-                continue
-            bucket = Bucket(BucketLayout.build([0], [param]), [param])
-            torch.mul(gradient, 1.0 / self.divisor, out=bucket.views[0])
-            comm.all_reduce(bucket.wire, self.group).wait()
-            param.grad = gradient.copy_(bucket.views[0])
-        self._begin_anew()
+            if has and self.nonfinite is not None and param.grad is not None:
+                self.nonfinite.look_at(name, param.grad)
+            if has:
+                sparse = self._manager.expects_sparse(param)
+                param.grad = mean_sparse_or_dense(param.grad, param, self.divisor, self.group, sparse=sparse)
 
-    def _late_problem(self) -> str | None:
-        """Say what is wrong if a gradient changed after it had been sent."""
-        late = self._engine.late()
-        if not late:
-            return None
-        names = ", ".join(repr(self.names[index]) for index in sorted(set(late))[:8])
-        if any(not self._learning.expected[index] for index in late):
-            return (
-                f"Parameters got a gradient that the first backward did not use: {names}. `static_graph=True` promises "
-                "that the graph never changes; use `find_unused_parameters=True` instead."
+    def _note_unusable(self, error: str) -> None:
+        if self.world_size > 1:  # one rank alone cannot part ways with anybody
+            self._unusable = self._unusable or error
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise RuntimeError(
+                "The ranks cannot go on: in an earlier backward the communication of gradients broke off "
+                f"({self._unusable}), so that their collectives do not match any more. Resume from a checkpoint."
             )
-        return (
-            f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with "
-            "re-entrant activation checkpointing when a block is used a varying number of times; pass "
-            "`use_reentrant=False` to torch.utils.checkpoint.checkpoint."
-        )
+
+    def _give_up(self, error: str) -> None:
+        """Leave a backward whose communication has failed; nothing that it has sent is waited for."""
+        if self._engine.active:
+            self.aborted_at = (*self.progress(), self.waits_for())
+        self.aborted_work |= self._in_flight.under_way
+        self._note_unusable(error)
+        self._aborted = None
+        self._engine.stop()
+        self._engine.callback_queued = self._engine.aborted = False
+        self.forget_use()
+        self._in_flight.forget()
+        if self.nonfinite is not None:
+            self.nonfinite.forget()
+        if self.observer is not None:
+            self.observer.backward_aborted()
 
     # ------------------------------------------------------------------ facts, end
 
@@ -726,7 +531,7 @@ class Reducer:
         """Return facts about the reducer; names that torch's DDP logging data has mean the same here.
 
         Returns:
-            ``world_size``, ``iteration`` (synchronised backwards), ``backend`` (of the hot path), ``comm_backend``,
+            ``world_size``, ``iteration`` (synced backwards), ``backend`` (of the hot path), ``comm_backend``,
             ``bucket_cap_bytes``, ``first_bucket_bytes``, ``bucket_sizes`` (bytes of each bucket in use),
             ``bucket_param_indices``, ``num_parameter_tensors``, ``total_parameter_size_bytes``,
             ``gradient_as_bucket_view``, ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``,
@@ -735,7 +540,7 @@ class Reducer:
         """
         if self.detached:
             raise RuntimeError("The reducer has been detached.")
-        layouts = [bucket.layout for bucket in self._flights.buckets] if self._planned is None else self._planned
+        recorder = self._manager.recorder
         return {
             "world_size": self.world_size,
             "rank": comm.rank(self.group),
@@ -743,7 +548,11 @@ class Reducer:
             "backend": self._engine.backend,
             "comm_backend": comm.backend_name(self.group),
             **bucket_facts(
-                self.config, self._limits(), layouts, self.params, self._learning.order if self._learning.done else None
+                self.config,
+                self._manager.limits(),
+                self._manager.layouts(),
+                self.params,
+                recorder.order if recorder.done else None,
             ),
         }
 
@@ -751,53 +560,29 @@ class Reducer:
         """Say how far it has come; from any thread, so that it may be out of date.
 
         Returns:
-            The number of ended passes; of the pass that is open, how many buckets were sent, and how many there are (0
-            while none is open).
+            The number of ended synced backwards; of the backward that is open, how many buckets were sent, and how many
+            there are (0 while none is open).
         """
         if not self._engine.active:
             return self.synced_backwards, 0, 0
-        return self.synced_backwards, self._flights.sent, len(self._flights.buckets)
+        return self.synced_backwards, self._in_flight.sent, len(self._in_flight.buckets)
 
     def waits_for(self) -> str:
-        """Say which buckets the open pass waits for; from any thread, so that it may be out of date."""
-        return self._flights.waits_for() if self._engine.active else ""
+        """Say which buckets the open backward waits for; from any thread, so that it may be out of date."""
+        return self._in_flight.waits_for() if self._engine.active else ""
 
     def detach(self) -> None:
         """Undo everything: remove hooks, free buckets and groups. Gradients stay, in memory of their own."""
         if self.detached:
             return
         self.detached = True
-        self._abort()
-        self._flights.close()
-        self._engine.close()
-        self._trainable.close()
+        if self._engine.active:
+            self._give_up("detached")
+        self._manager.close()
+        self._parameters.close()
         release(self)
-        self._arena.forget()
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
         if not (self.failed and (self.aborted_work or comm.backend_name(self.group) != "gloo")):
-            self._flights.queue.close()
+            self.queue.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)
-
-
-class _HostNumber:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def value(self) -> float:
-        return float(self._tensor)
-
-
-@contextmanager
-def _hookable(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let hooks be registered on frozen parameters too, which torch refuses."""
-    frozen = [param for param in params if not param.requires_grad]
-    for param in frozen:
-        param.requires_grad_(True)
-    yield
-    for param in frozen:
-        param.requires_grad_(False)
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided

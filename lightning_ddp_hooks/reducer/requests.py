@@ -122,9 +122,11 @@ class Together(Request):
 
     Args:
         requests: Collectives and `Wait` requests, the same kinds in the same order on all ranks.
+        purpose: Name that their bytes are counted under; None for what the bucket was launched for.
     """
 
     requests: Sequence[Request]
+    purpose: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

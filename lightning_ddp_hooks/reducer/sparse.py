@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.bucket import Bucket
+from lightning_ddp_hooks.reducer.layout import BucketLayout
 
 
 def expects_sparse_gradient(module: nn.Module) -> set[int]:
@@ -40,3 +42,26 @@ def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: co
     return torch.sparse_coo_tensor(
         torch.cat(indices).t(), torch.cat(values), like.shape, check_invariants=False
     ).coalesce()
+
+
+@torch.no_grad()
+def mean_sparse_or_dense(
+    gradient: Tensor | None, like: Tensor, divisor: float, group: comm.ProcessGroup, *, sparse: bool
+) -> Tensor:
+    """Return the sum of all ranks' gradients of one parameter over ``divisor``, by itself; a collective call.
+
+    Args:
+        gradient: This rank's gradient; None counts as zero.
+        like: The parameter.
+        divisor: What the sum is divided by.
+        group: Ranks that take part.
+        sparse: Whether gradients of the parameter are sparse.
+    """
+    if sparse:
+        return mean_sparse(gradient, like, divisor, group)
+    bucket = Bucket(BucketLayout.build([0], [like]), [like])
+    if gradient is None:
+        gradient = torch.zeros_like(like)
+    torch.mul(gradient, 1.0 / divisor, out=bucket.views[0])
+    comm.all_reduce(bucket.comm_buffer, group).wait()
+    return gradient.copy_(bucket.views[0])

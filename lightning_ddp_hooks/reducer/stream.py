@@ -1,4 +1,4 @@
-"""The stream that communication runs on: the one place that knows CUDA streams and events.
+"""The stream that communication runs on: the one place that knows streams and events, of whatever accelerator.
 
     compute stream   ... backward ...[copy b0]e0 ... backward ...[copy b1]e1 ...            | wait j | optimizer
     comm stream                       e0 -> [reduce b0]        e1 -> [reduce b1][copy back] j
@@ -15,12 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_ddp_hooks import _compat
 
-class Readout(Protocol):
-    """A number on its way from the device to the host."""
 
-    def value(self) -> float:
-        """Wait for the number if it is not there yet, and return it."""
+class DeferredRead(Protocol):
+    """A few numbers on their way from the device to the host."""
+
+    def values(self) -> list[float]:
+        """Wait for the numbers if they are not there yet, and return them."""
         ...
 
 
@@ -28,7 +30,7 @@ class CommStream(Protocol):
     """The seam between the reducer and the device; tests put a recording fake in its place.
 
     Attributes:
-        asynchronous: whether the host runs ahead of the device.
+        asynchronous: Whether the host runs ahead of the device.
         stream: torch's stream object, which the native engine launches on; None where there is none.
     """
 
@@ -47,17 +49,17 @@ class CommStream(Protocol):
         """Let the compute stream wait for all work queued so far on the communication stream."""
         ...
 
-    def read(self, tensor: Tensor) -> Readout:
-        """Begin to bring a one-element tensor of the communication stream to the host."""
+    def read(self, tensor: Tensor) -> DeferredRead:
+        """Begin to bring a small tensor of the communication stream to the host, in whose context the call is made."""
         ...
 
 
-class _HostReadout:
+class _HostRead:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
-    def value(self) -> float:
-        return float(self._tensor)
+    def values(self) -> list[float]:
+        return list(map(float, self._tensor.flatten().tolist()))
 
 
 class HostStream:
@@ -80,66 +82,71 @@ class HostStream:
     def join(self) -> None:
         """Let the compute stream wait for the communication stream."""
 
-    def read(self, tensor: Tensor) -> Readout:
-        """Begin to bring a number to the host."""
-        return _HostReadout(tensor)
+    def read(self, tensor: Tensor) -> DeferredRead:
+        """Begin to bring a small tensor to the host."""
+        return _HostRead(tensor)
 
 
-class _DeviceReadout:
+class _DeviceRead:
     def __init__(self, tensor: Tensor) -> None:
         # Pinned memory, since a copy into pageable memory would make the host wait here.
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._arrived = torch.Event(device=tensor.device)
+        self._arrived.record(torch.accelerator.current_stream(tensor.device))
 
-    def value(self) -> float:
+    def values(self) -> list[float]:
         self._arrived.synchronize()
-        return float(self._host)
+        return list(map(float, self._host.flatten().tolist()))
 
 
-def readout(tensor: Tensor) -> Readout:
-    """Begin to bring a one-element tensor of the current stream to the host."""
-    return _DeviceReadout(tensor) if tensor.is_cuda else _HostReadout(tensor)
+def has_streams(device: torch.device) -> bool:
+    """Tell whether work on ``device`` is queued on streams, so that the host runs ahead of it."""
+    return device.type not in ("cpu", "meta")
 
 
-class CudaStream:
+def start_read(tensor: Tensor) -> DeferredRead:
+    """Begin to bring a small tensor of the current stream to the host."""
+    return _DeviceRead(tensor) if has_streams(tensor.device) else _HostRead(tensor)
+
+
+class DeviceStream:
     """A stream of high priority, so that reduction is not queued behind the kernels of the backward.
 
     Args:
-        device: the CUDA device of the buckets.
+        device: where the buckets are; any accelerator.
     """
 
     asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.Stream(device=device, priority=-1)  # devices without priorities take no notice
         self.stream: torch.Stream | None = self._stream
         # One event is enough: a wait refers to what was recorded when the wait was queued.
-        self._ready = torch.cuda.Event()
-        self._done = torch.cuda.Event()
+        self._ready = torch.Event(device=device)
+        self._done = torch.Event(device=device)
 
     def after_compute(self) -> AbstractContextManager[object]:
         """Enter the communication stream, behind what the compute stream has queued."""
-        self._ready.record(torch.cuda.current_stream(self._device))
+        self._ready.record(torch.accelerator.current_stream(self._device))
         self._stream.wait_event(self._ready)
-        return torch.cuda.stream(self._stream)
+        return self.context()
 
     def context(self) -> AbstractContextManager[object]:
         """Enter the communication stream."""
-        return torch.cuda.stream(self._stream)
+        return _compat.OnStream(self._stream)
 
     def join(self) -> None:
         """Let the compute stream wait for the communication stream."""
         self._done.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        torch.accelerator.current_stream(self._device).wait_event(self._done)
 
-    def read(self, tensor: Tensor) -> Readout:
-        """Begin to bring a number to the host."""
-        return _DeviceReadout(tensor)
+    def read(self, tensor: Tensor) -> DeferredRead:
+        """Begin to bring a small tensor to the host."""
+        return _DeviceRead(tensor)
 
 
 def comm_stream(device: torch.device) -> CommStream:
     """Return the communication stream for buckets on ``device``."""
-    return CudaStream(device) if device.type == "cuda" else HostStream()
+    return DeviceStream(device) if has_streams(device) else HostStream()

@@ -18,7 +18,7 @@ from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.gradients import contradiction, hook_follows_schedule
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
-from lightning_ddp_hooks.optim.replicas import diverging_part, diverging_text
+from lightning_ddp_hooks.optim.sharding import diverging_part, sharding_problem
 from lightning_ddp_hooks.reducer.config import USED_CHANGES_AND_DOES_NOT
 
 _TWO_PHASES = "use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or leave "
@@ -189,7 +189,7 @@ def _diverging_and_join(run: Run) -> str | None:
 
 def _sharded_and_diverging(run: Run) -> str | None:
     sharded = run.optimizer_in_hook is not None and run.optimizer_in_hook.shard
-    return diverging_text(run.diverging) if sharded and run.diverging is not None else None
+    return sharding_problem(run.hook) if sharded else None
 
 
 def _early_and_skipping(run: Run) -> str | None:

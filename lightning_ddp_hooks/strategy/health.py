@@ -19,13 +19,12 @@ from typing_extensions import override
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.arguments import require_check_interval, require_flag
 from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
-from lightning_ddp_hooks.health.attach import attach_report
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
-from lightning_ddp_hooks.health.report import LIKELY_CAUSE
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.strategy.logs import LogsStrategy
@@ -48,7 +47,7 @@ class HealthStrategy(LogsStrategy):
     _fit_hook: CommHook | None = None
     _check_replicas_every: int | None = None
     _detects_nonfinite: bool = False
-    _nonfinite: NonfiniteGradients | None = None
+    _nonfinite: NonfiniteGuard | None = None
 
     # ------------------------------------------------------------------ ranks that fail
 
@@ -169,17 +168,17 @@ class HealthStrategy(LogsStrategy):
     def _start_nonfinite(self, reducer: Reducer) -> None:
         # A GradScaler makes gradients infinite on purpose, and skips such steps.
         if self._detects_nonfinite and getattr(self.precision_plugin, "scaler", None) is None:
-            self._nonfinite = NonfiniteGradients(reducer.control_group)
+            self._nonfinite = reducer.nonfinite = NonfiniteGuard(reducer.control_group)
 
     def _stop_nonfinite(self) -> None:
-        if self._nonfinite is not None:
-            self._nonfinite.close()
-            self._nonfinite = None
+        self._nonfinite = None
 
-    def _watch_gradients(self) -> None:
+    def _look_at_gradients(self) -> None:
+        """Look at gradients that are used without being reduced."""
         if self._nonfinite is not None:
             assert self._reducer is not None
-            self._nonfinite.watch(zip(self._reducer.names, self._reducer.params, strict=True))
+            named = zip(reversed(self._reducer.names), reversed(self._reducer.params), strict=True)
+            self._nonfinite.look_at_all((name, param.grad) for name, param in named)
 
     def _check_gradients(self) -> None:
         """Raise on all ranks if a gradient of the passes that have just ended was not finite; a collective call."""

@@ -68,7 +68,7 @@ class OptimizerStrategy(AveragingStrategy):
     def _stop_optimizers(self) -> None:
         """End a fit; before the reducer goes. A checkpoint can be saved even after that."""
         if self._optimizers_driver is not None:
-            self._optimizers_driver.close(failed=self._failed, broken=self._broken)
+            self._optimizers_driver.close()
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._optimizers_driver is None else self._optimizers_driver.stepping()

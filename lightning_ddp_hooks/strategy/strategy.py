@@ -504,7 +504,6 @@ class DDPHooksStrategy(HealthStrategy):
         if tail is not None:  # also where replicas train for themselves: one without data follows those that have some
             reducer.sync = True
         reducer.before_forward()
-        self._watch_gradients()
         if self._weights is not None:
             self._weights.post(_compat.samples_in(args[0] if args else kwargs))
         passes, self._passes_in_backward = reducer.synced_backwards, 0
@@ -547,12 +546,13 @@ class DDPHooksStrategy(HealthStrategy):
             closure_loss = closure_loss * factor
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._watch_gradients()
         passes = reducer.synced_backwards
         with self._overlapping(), reducer.shadowing(joined), reducer.backward_window():
             if not (missing or constant or joined):
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._passes_in_backward += reducer.synced_backwards - passes
+        if self._trains_alone:
+            self._look_at_gradients()
         if reducer.synced_backwards > passes or self._trains_alone:
             self._check_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -567,6 +567,8 @@ class DDPHooksStrategy(HealthStrategy):
         assert module is not None
         reducer.finalize_pending_backward()
         if not module.automatic_optimization:
+            if self._trains_alone:  # the backward may have been the user's own
+                self._look_at_gradients()
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._follow_loss_scale()
             return output

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from optim_case import BUCKETS, OPTIMIZERS, WIDTH, assert_bitwise, groups_of, make_model
+from optim_case import BUCKETS, OPTIMIZERS, WIDTH, assert_bitwise, groups_of, make_model, state_bytes
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import optim
-from lightning_ddp_hooks.optim.state import state_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 

@@ -330,7 +330,7 @@ def _names() -> list[str]:
 
 
 def test_threads_end_with_the_fit() -> None:
-    both = ["ldh-health-post", "ldh-health-watch"]
+    both = ["ldh-failure-detector", "ldh-heartbeat"]
     for found in run_ranks(_threads_in_and_after_fits):
         assert found == [both, [], both, [], [], []]
 

@@ -9,7 +9,7 @@ import torch
 from backends import ENGINES_AND_RANKS, require
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, LearningRateMonitor
 from lightning.pytorch.plugins import MixedPrecision
-from optim_case import OPTIMIZERS
+from optim_case import OPTIMIZERS, state_bytes
 from ranks import run_ranks
 from torch import nn
 from trainer_runs import WIDTH, Net, State, assert_same, assert_trained, make_module, make_trainer, rank, state_of
@@ -18,7 +18,6 @@ from uneven_runs import UnevenNet
 from lightning_ddp_hooks.callbacks import UnevenInputs
 from lightning_ddp_hooks.hooks import BlockQuantize, PostLocalSGD, PowerSGD
 from lightning_ddp_hooks.optim import OptimizerInHook, ShardedOptimizer
-from lightning_ddp_hooks.optim.state import state_bytes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.trainer]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from optim_case import OPTIMIZERS
+from optim_case import OPTIMIZERS, state_bytes
 from ranks import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer_runs import (
@@ -28,7 +28,6 @@ from trainer_runs import (
 
 from lightning_ddp_hooks.checkpoint import STATE_KEY
 from lightning_ddp_hooks.optim import OptimizerInHook
-from lightning_ddp_hooks.optim.state import state_bytes
 
 pytestmark = [
     pytest.mark.ranks,

@@ -20,14 +20,14 @@ bool may_be_eager(const at::Tensor& view) {
 }  // namespace
 
 Engine::Bucket::Bucket(BucketSpec&& spec)
-    : wire(std::move(spec.wire)),
+    : comm_buffer(std::move(spec.comm_buffer)),
       buffer(std::move(spec.buffer)),
       params(spec.indices.begin(), spec.indices.end()),
       fuses(Scaler::fuses(buffer)),
       sum(spec.stream) {}
 
-Engine::Engine(std::vector<at::Tensor> params, PyObject* host, bool views, int64_t eager_numel)
-    : params_(params.size()), views_(views), eager_numel_(eager_numel), host_(host), hooks_(params, this) {
+Engine::Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, int64_t eager_numel)
+    : params_(params.size()), views_(views), eager_numel_(eager_numel), callbacks_(callbacks), hooks_(params, this) {
   for (size_t i = 0; i < params.size(); i++) {
     params_[i].tensor = std::move(params[i]);
   }
@@ -76,7 +76,7 @@ void Engine::set_mean_group(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   mean_group_ = std::move(group);
 }
 
-// ---------------------------------------------------------------------------------------------------------- the pass
+// ---------------------------------------------------------------------------------------------------------- a backward
 
 void Engine::start() {
   const Lock lock(hooks_.anchor()->mutex);
@@ -99,8 +99,8 @@ struct Engine::EndOfBackward {
   EndOfBackward& operator=(const EndOfBackward&) = delete;
   ~EndOfBackward() {
     if (const auto self = ended ? nullptr : weak.lock()) {
-      self->armed = false;
-      self->broken = true;
+      self->callback_queued = false;
+      self->aborted = true;
     }
   }
 
@@ -108,14 +108,14 @@ struct Engine::EndOfBackward {
   bool ended = false;
 };
 
-void Engine::arm() {
-  armed = true;
+void Engine::queue_callback() {
+  callback_queued = true;
   auto end = std::make_shared<EndOfBackward>(weak_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([end] {
     end->ended = true;
     if (const auto self = end->weak.lock()) {
-      self->armed = false;
-      self->host_.backward_ended();
+      self->callback_queued = false;
+      self->callbacks_.backward_ended();
     }
   });
 }
@@ -124,9 +124,9 @@ void Engine::watch(const std::vector<at::Tensor>& outputs) {
   for (const auto& output : outputs) {
     output.register_hook([weak = weak_from_this()](const at::Tensor&) {
       const auto self = weak.lock();
-      if (self && self->sync && !self->armed) {
-        self->give_up_broken();
-        self->arm();
+      if (self && self->sync && !self->callback_queued) {
+        self->report_aborted();
+        self->queue_callback();
       }
     });
   }
@@ -147,9 +147,9 @@ void Engine::gradient_ready(size_t index) {
     return;
   }
   std::shared_ptr<Engine> alive;
-  if (!active || !armed) {
-    alive = begin_pass();
-    param.used = true;  // forgotten if a broken pass was given up
+  if (!active || !callback_queued) {
+    alive = begin_backward();
+    param.used = true;  // forgotten if an aborted backward was given up
   }
   const auto left = --param.left;
   if (left != 0) {
@@ -158,7 +158,7 @@ void Engine::gradient_ready(size_t index) {
     }
     return;
   }
-  if (hold) {
+  if (recording) {
     order_.push_back(static_cast<int64_t>(index));
     if (views_) {
       adopt(param);
@@ -174,22 +174,22 @@ void Engine::gradient_ready(size_t index) {
   }
 }
 
-// Returns what keeps this engine alive until the caller is done with it, whatever the host does.
-std::shared_ptr<Engine> Engine::begin_pass() {
+// Returns what keeps this engine alive until the caller is done with it, whatever the callback does.
+std::shared_ptr<Engine> Engine::begin_backward() {
   auto self = shared_from_this();
-  give_up_broken();
+  report_aborted();
   if (!active) {
-    host_.pass_begins();
+    callbacks_.open_backward();
   }
-  if (!armed) {
-    arm();
+  if (!callback_queued) {
+    queue_callback();
   }
   return self;
 }
 
-void Engine::give_up_broken() {
-  if (broken) {
-    host_.backward_broke();
+void Engine::report_aborted() {
+  if (aborted) {
+    callbacks_.backward_aborted();
   }
 }
 
@@ -197,22 +197,39 @@ void Engine::came_again(size_t index) {
   // Harmless as long as the gradient still lies in `.grad` alone.
   const auto& param = params_[index];
   const bool copied = static_cast<size_t>(param.bucket) < launched || param.eager;
-  if (!hold && (copied || param.expected == 0)) {
+  if (!recording && (copied || param.expected == 0)) {
     late_.push_back(static_cast<int64_t>(index));
   }
 }
 
+// The last bucket is left to the end of the backward: what a rank has to tell the others travels with it.
 void Engine::launch_full() {
   const auto alive = shared_from_this();
-  while (launched < buckets_.size() && buckets_[launched].pending == 0) {
+  while (launched + 1 < buckets_.size() && buckets_[launched].pending == 0) {
     const size_t index = launched;
     fill(index);
     launched = index + 1;
     if (mean_group_) {
-      buckets_[index].sum.start(buckets_[index].wire, mean_group_);
+      buckets_[index].sum.start(buckets_[index].comm_buffer, mean_group_);
     } else {
-      host_.bucket_full(index);
+      callbacks_.bucket_full(index);
     }
+  }
+}
+
+bool Engine::complete() {
+  const Lock lock(hooks_.anchor()->mutex);
+  const size_t count = buckets_.size();
+  return !recording && (count == 0 || (launched + 1 == count && buckets_.back().pending == 0));
+}
+
+void Engine::launch_remaining() {
+  const Lock lock(hooks_.anchor()->mutex);
+  while (launched < buckets_.size()) {
+    const size_t index = launched;
+    fill(index);
+    buckets_[index].sum.start(buckets_[index].comm_buffer, mean_group_);
+    launched = index + 1;
   }
 }
 
@@ -255,7 +272,7 @@ void Engine::fill(size_t index) {
   auto& bucket = bucket_at(index);
   for (const auto i : bucket.params) {
     auto& param = params_[i];
-    if (param.eager && (hold || param.left > 0)) {
+    if (param.eager && (recording || param.left > 0)) {
       copy_in(param);
     }
   }
@@ -324,11 +341,11 @@ void Engine::finish() {
     }
   }
   for (const auto i : launched) {
-    write_back(i, {});
+    copy_out(i, {});
   }
 }
 
-void Engine::write_back(size_t index, const std::vector<int64_t>& untouched) {
+void Engine::copy_out(size_t index, const std::vector<int64_t>& untouched) {
   const Lock lock(hooks_.anchor()->mutex);
   const at::NoGradGuard no_grad;
   auto& bucket = bucket_at(index);

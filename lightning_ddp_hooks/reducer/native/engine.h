@@ -1,8 +1,9 @@
 // The hot path in C++: what happens for each gradient and for each full bucket.
 //
-//     gradient ready -> count down -> bucket full -> copy in (scaled) -> launch, in bucket order
+//     gradient ready -> count down -> bucket full -> copy in (scaled) -> launch or announce, in bucket order
 //
-// The twin of PythonEngine (engine.py), which documents each method; both give the same bits.
+// The twin of PythonEngine (python_engine.py), which documents each method; both give the same bits. Beyond that it can
+// launch the plain mean by itself (MeanEngine in engine.py).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,14 +19,14 @@
 
 #include "copy.h"
 #include "hook.h"
-#include "host.h"
+#include "callbacks.h"
 #include "sum.h"
 
 namespace ldh {
 
 // A bucket as Python describes it.
 struct BucketSpec {
-  at::Tensor wire;    // what is summed: the gradients and, maybe, a tail
+  at::Tensor comm_buffer;  // what is summed: the gradients and, maybe, a status
   at::Tensor buffer;  // the gradients
   std::vector<at::Tensor> views;
   std::vector<int64_t> indices;
@@ -34,8 +35,8 @@ struct BucketSpec {
 
 class Engine final : public GradientListener, public std::enable_shared_from_this<Engine> {
  public:
-  // Needs the GIL, as `host` does.
-  Engine(std::vector<at::Tensor> params, PyObject* host, bool views, int64_t eager_numel);
+  // Needs the GIL, as `callbacks` does.
+  Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, int64_t eager_numel);
 
   // Called by the hooks.
   void gradient_ready(size_t param) override;
@@ -44,7 +45,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   void set_scale(double scale);
   void set_mean_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
   void start();
-  void arm();
+  void queue_callback();
   void watch(const std::vector<at::Tensor>& outputs);
   void stop();
   std::vector<int64_t> unready();
@@ -53,25 +54,27 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::vector<int64_t> late();
   std::string used();
   void forget_use();
+  bool complete();
   void fill(size_t bucket);
+  void launch_remaining();
   void wait(size_t bucket);
   void finish();
-  void write_back(size_t bucket, const std::vector<int64_t>& untouched);
+  void copy_out(size_t bucket, const std::vector<int64_t>& untouched);
   void close();
 
   std::atomic<bool> sync{true};
-  std::atomic<bool> hold{true};
-  std::atomic<bool> armed{false};
+  std::atomic<bool> recording{true};
+  std::atomic<bool> callback_queued{false};
   std::atomic<bool> active{false};
-  std::atomic<bool> broken{false};
+  std::atomic<bool> aborted{false};
   std::atomic<size_t> launched{0};
 
  private:
   struct Param {
     at::Tensor tensor;
     at::Tensor view;
-    int32_t left = 0;      // how often its gradient is still to come in this pass
-    int32_t expected = 0;  // how often it comes in a pass
+    int32_t left = 0;      // how often its gradient is still to come in this backward
+    int32_t expected = 0;  // how often it comes in a backward
     int32_t bucket = 0;    // one behind the last if it is in none
     bool used = false;
     bool eager = false;  // copied as it comes, while it is in the cache; the others when the bucket is full
@@ -80,7 +83,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   struct Bucket {
     explicit Bucket(BucketSpec&& spec);
 
-    at::Tensor wire;
+    at::Tensor comm_buffer;
     at::Tensor buffer;
     std::vector<size_t> params;
     std::vector<size_t> deferred;  // those that are not eager
@@ -92,8 +95,8 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
 
   struct EndOfBackward;
 
-  std::shared_ptr<Engine> begin_pass();
-  void give_up_broken();
+  std::shared_ptr<Engine> begin_backward();
+  void report_aborted();
   void came_again(size_t index);
   void launch_full();
   void adopt(Param& param);
@@ -109,7 +112,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::vector<int64_t> late_;
   const bool views_;
   const int64_t eager_numel_;
-  Host host_;
+  Callbacks callbacks_;
   Hooks hooks_;  // last: they are removed before anything that they use goes
 };
 

@@ -14,7 +14,7 @@ class GradientHook : public torch::autograd::FunctionPostHook {
   variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
     const std::lock_guard<std::recursive_mutex> lock(anchor_->mutex);
     if (anchor_->engine != nullptr) {
-      struct Inside {  // counts down also when the host throws
+      struct Inside {  // counts down also when a callback throws
         int& count;
         ~Inside() {
           --count;

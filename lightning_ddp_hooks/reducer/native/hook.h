@@ -23,7 +23,7 @@ class GradientListener {
 // when the engine goes; so hooks share this anchor, and do nothing once it holds no engine.
 //
 // The mutex guards the engine: autograd runs one thread for each device. It is taken before the GIL and never waited
-// for while holding the GIL, or two threads could wait for each other. It is recursive since the host, called from a
+// for while holding the GIL, or two threads could wait for each other. It is recursive since Python, called from a
 // hook, calls the engine.
 struct Anchor {
   std::recursive_mutex mutex;

@@ -1,4 +1,4 @@
-// What Python sees: the members of the `Engine` protocol (engine.py).
+// What Python sees: the members of the `MeanEngine` protocol (engine.py).
 #include <torch/csrc/utils/pybind.h>
 
 #include "engine.h"
@@ -22,7 +22,7 @@ std::vector<BucketSpec> read_buckets(const py::sequence& buckets, const py::sequ
   for (size_t i = 0; i < buckets.size(); i++) {
     const py::object bucket = buckets[i];
     specs.push_back({
-        bucket.attr("wire").cast<at::Tensor>(),
+        bucket.attr("comm_buffer").cast<at::Tensor>(),
         bucket.attr("buffer").cast<at::Tensor>(),
         bucket.attr("views").cast<std::vector<at::Tensor>>(),
         bucket.attr("layout").attr("indices").cast<std::vector<int64_t>>(),
@@ -33,8 +33,9 @@ std::vector<BucketSpec> read_buckets(const py::sequence& buckets, const py::sequ
 }
 
 // The lock of an engine is not waited for with the GIL in hand (see Anchor), not even while an engine is destroyed.
-std::shared_ptr<Engine> make_engine(std::vector<at::Tensor> params, py::handle host, bool views, int64_t eager_numel) {
-  return {new Engine(std::move(params), host.ptr(), views, eager_numel), [](Engine* engine) {
+std::shared_ptr<Engine> make_engine(std::vector<at::Tensor> params, py::handle callbacks, bool views,
+                                    int64_t eager_numel) {
+  return {new Engine(std::move(params), callbacks.ptr(), views, eager_numel), [](Engine* engine) {
             if (PyGILState_Check()) {
               const py::gil_scoped_release no_gil;
               delete engine;
@@ -60,13 +61,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   // Local to the module, so that two builds can be loaded side by side.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "NativeEngine", py::module_local())
-      .def(py::init(&make_engine), py::arg("params"), py::arg("host"), py::kw_only(), py::arg("views"),
+      .def(py::init(&make_engine), py::arg("params"), py::arg("callbacks"), py::kw_only(), py::arg("views"),
            py::arg("eager_numel"))
       .def_property_readonly_static("backend", [](py::handle) { return "native"; })
+      .def_property_readonly_static("launches_mean", [](py::handle) { return true; })
+      .def_property_readonly("complete", py::cpp_function(&Engine::complete, NoGil()))
       .def_property("sync", &get<bool, &Engine::sync>, &set<bool, &Engine::sync>)
-      .def_property("hold", &get<bool, &Engine::hold>, &set<bool, &Engine::hold>)
-      .def_property("armed", &get<bool, &Engine::armed>, &set<bool, &Engine::armed>)
-      .def_property("broken", &get<bool, &Engine::broken>, &set<bool, &Engine::broken>)
+      .def_property("recording", &get<bool, &Engine::recording>, &set<bool, &Engine::recording>)
+      .def_property("callback_queued", &get<bool, &Engine::callback_queued>, &set<bool, &Engine::callback_queued>)
+      .def_property("aborted", &get<bool, &Engine::aborted>, &set<bool, &Engine::aborted>)
       .def_property("active", &get<bool, &Engine::active>, &set<bool, &Engine::active>)
       .def_property("launched", &get<size_t, &Engine::launched>, &set<size_t, &Engine::launched>)
       .def("set_layout",
@@ -79,7 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_scale", &Engine::set_scale, NoGil())
       .def("set_mean_group", &Engine::set_mean_group, NoGil())
       .def("start", &Engine::start, NoGil())
-      .def("arm", &Engine::arm, NoGil())
+      .def("queue_callback", &Engine::queue_callback, NoGil())
       .def("watch", &Engine::watch, NoGil())
       .def("stop", &Engine::stop, NoGil())
       .def("unready", &Engine::unready, NoGil())
@@ -97,9 +100,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            })
       .def("forget_use", &Engine::forget_use, NoGil())
       .def("fill", &Engine::fill, NoGil())
+      .def("launch_remaining", &Engine::launch_remaining, NoGil())
       .def("wait", &Engine::wait, NoGil())
       .def("finish", &Engine::finish, NoGil())
-      .def("write_back", &Engine::write_back, NoGil())
+      .def("copy_out", &Engine::copy_out, NoGil())
       .def("close", &Engine::close, NoGil());
   bind_quantization(m);
 }

@@ -24,9 +24,9 @@ Sum::Sum(std::optional<c10::Stream> stream) : stream_(stream) {
   }
 }
 
-void Sum::start(const at::Tensor& wire, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+void Sum::start(const at::Tensor& comm_buffer, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   RECORD_USER_SCOPE("ldh::launch");
-  std::vector<at::Tensor> tensors{wire};
+  std::vector<at::Tensor> tensors{comm_buffer};
   if (!stream_) {
     work_ = group->allreduce(tensors);
     return;

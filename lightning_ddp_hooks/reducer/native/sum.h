@@ -16,7 +16,7 @@ class Sum {
  public:
   explicit Sum(std::optional<c10::Stream> stream);
 
-  void start(const at::Tensor& wire, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  void start(const at::Tensor& comm_buffer, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   // Blocks until the sum is there; on a device only the current stream waits.
   void wait();

@@ -1,4 +1,4 @@
-"""Finds out whether an optimizer may be stepped parameter by parameter.
+"""The separability check: whether an optimizer may be stepped parameter by parameter.
 
 What decides is a trial: two small copies of the optimizer take the same few steps, one on all parameters together and
 one on a parameter at a time. Where an optimizer cannot be copied or uses random numbers, a list of names decides.
@@ -10,45 +10,32 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_hooks.optim.subset import SubsetStep, numbers_of, values_of
+from lightning_ddp_hooks.optim.partial_step import PartialStepper, numbers_of, values_of
 
 _STEPS = 6
 _GROUPS = 4  # of that many groups two parameters each are tried
 _CROSSES_PARAMETERS = {
-    "Prodigy",
-    "ProdigyPlusScheduleFree",
-    "DAdaptAdaGrad",
-    "DAdaptAdam",
-    "DAdaptAdan",
-    "DAdaptLion",
-    "DAdaptSGD",
-    "DoG",
-    "LDoG",
-    "MADGRAD_DAdapt",
-    "Mechanize",
+    *("Prodigy", "ProdigyPlusScheduleFree", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+    *("DoG", "LDoG", "MADGRAD_DAdapt", "Mechanize"),
 }
 _TAKES_A_CLOSURE = {"LBFGS", "SAM", "ASAM", "GSAM", "WSAM", "BSAM", "LookSAM"}
 _WRAPS = {"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer", "ShardedOptimizer", "SWALR", "AveragedModel"}
 
 
-def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> None:
+def check_separable(optimizer: Optimizer, stepper: PartialStepper, *, sharded: bool) -> None:
     """Make sure that an optimizer can be stepped in parts, and learn whether its groups change by stepping.
 
-    Args:
-        optimizer: to be checked; it stays as it is.
-        subset: steps it in parts; is told whether the groups' values advance.
-        sharded: whether ranks are to hold parts of its state.
+    The optimizer stays as it is; ``stepper.advances`` is set. ``sharded``: ranks are to hold parts of its state.
 
     Raises:
-        ValueError: it needs a closure, its update of a parameter depends on other parameters, or it is not one
+        ValueError: It needs a closure, its update of a parameter depends on other parameters, or it is not one
             optimizer but a wrapper.
     """
     name = type(optimizer).__name__
@@ -69,10 +56,10 @@ def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> Non
     crosses = name in _CROSSES_PARAMETERS
     if not crosses:
         try:
-            crosses, subset.advances = _try_out(optimizer)
+            crosses, stepper.advances = _try_out(optimizer)
         except _NoTrialError:
             if not type(optimizer).__module__.startswith("torch."):
-                _say_untried(name)
+                _warn_untried(name)
             return
     if crosses:
         raise ValueError(
@@ -82,8 +69,12 @@ def check_fit(optimizer: Optimizer, subset: SubsetStep, *, sharded: bool) -> Non
         )
 
 
+class _NoTrialError(Exception):
+    """The optimizer cannot be tried out; that says nothing about it."""
+
+
 @cache
-def _say_untried(name: str) -> None:
+def _warn_untried(name: str) -> None:
     warnings.warn(
         f"{name} could not be tried out on small parameters: stepping it in parts gives the right result only if its "
         "update of a parameter depends on nothing but that parameter, its state and the values of its group.",
@@ -97,52 +88,37 @@ def _requires_closure(optimizer: Optimizer) -> bool:
     return any(parameter.name == "closure" and parameter.default is parameter.empty for parameter in parameters)
 
 
-class _NoTrialError(Exception):
-    """The optimizer cannot be tried out; that says nothing about it."""
-
-
 def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether parameters depend on each other, and whether values of the groups advance."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     if first is None:
         raise _NoTrialError
     device = first.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+    devices = [] if device.type == "cpu" else [device]
+    kind = device.type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = _Trial(optimizer, _all_at_once, seed=1)
-        again = _Trial(optimizer, _all_at_once, seed=2)
-        if whole.differs_from(again):
+        whole = _Trial(optimizer)
+        if whole.differs_from(_Trial(optimizer, seed=2)):
             raise _NoTrialError  # it uses random numbers
         try:
-            apart = _Trial(optimizer, partial(_one_by_one, advances=whole.advances), seed=1)
+            apart = _Trial(optimizer, apart=True, advances=whole.advances)
         except _NoTrialError:
             return True, True
         return whole.differs_from(apart), whole.advances
 
 
-def _all_at_once(clone: Optimizer, params: list[Tensor]) -> None:
-    subset = SubsetStep(clone)
-    subset.notice_groups()
-    subset.run(params, last=True)
-
-
-def _one_by_one(clone: Optimizer, params: list[Tensor], *, advances: bool) -> None:
-    subset = SubsetStep(clone)
-    subset.advances = advances
-    subset.notice_groups()
-    for param in params:
-        subset.run([param], last=False)
-    subset.run([], last=True)
-
-
 class _Trial:
     """A small copy of an optimizer after a few steps."""
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, list[Tensor]], None], seed: int) -> None:
+    def __init__(self, optimizer: Optimizer, *, seed: int = 1, apart: bool = False, advances: bool = True) -> None:
         try:
             clone, params = _small_copy(optimizer)
             self.start = [param.detach().clone() for param in params]
             before = _facts(clone)
+            stepper = PartialStepper(clone)
+            stepper.advances = advances
+            stepper.notice_groups()
             generator = torch.Generator().manual_seed(0)
             torch.manual_seed(seed)
             for number in range(_STEPS):
@@ -151,7 +127,9 @@ class _Trial:
                     scale = (0.1, 1.0, 1e4)[(index + number) % 3]
                     gradient = torch.randn(param.shape, generator=generator, dtype=torch.float32).mul_(scale)
                     param.grad = gradient.to(param.dtype).to(param.device)
-                step(clone, params)
+                for param in params if apart else ():
+                    stepper.run([param], last=False)
+                stepper.run([] if apart else params, last=True)
         except Exception as error:
             raise _NoTrialError from error
         self.end = [param.detach() for param in params]

@@ -1,4 +1,4 @@
-#include "host.h"
+#include "callbacks.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -16,14 +16,14 @@ namespace {
 template <typename... Arguments>
 void call(PyObject* weak, const char* method, const char* format, Arguments... arguments) {
   pybind11::gil_scoped_acquire gil;
-  THPObjectPtr host(PyObject_CallObject(weak, nullptr));
-  if (!host) {
+  THPObjectPtr callbacks(PyObject_CallObject(weak, nullptr));
+  if (!callbacks) {
     throw_python_error();
   }
-  if (host.get() == Py_None) {
+  if (callbacks.get() == Py_None) {
     return;
   }
-  THPObjectPtr result(PyObject_CallMethod(host.get(), method, format, arguments...));
+  THPObjectPtr result(PyObject_CallMethod(callbacks.get(), method, format, arguments...));
   if (!result) {
     throw_python_error();
   }
@@ -31,13 +31,13 @@ void call(PyObject* weak, const char* method, const char* format, Arguments... a
 
 }  // namespace
 
-Host::Host(PyObject* host) : weak_(PyWeakref_NewRef(host, nullptr)) {
+Callbacks::Callbacks(PyObject* callbacks) : weak_(PyWeakref_NewRef(callbacks, nullptr)) {
   if (weak_ == nullptr) {
     throw_python_error();
   }
 }
 
-Host::~Host() {
+Callbacks::~Callbacks() {
   // After the interpreter's end there is nothing left to count.
   if (Py_IsInitialized()) {
     pybind11::gil_scoped_acquire gil;
@@ -45,19 +45,19 @@ Host::~Host() {
   }
 }
 
-void Host::pass_begins() const {
-  call(weak_, "pass_begins", nullptr);
+void Callbacks::open_backward() const {
+  call(weak_, "open_backward", nullptr);
 }
 
-void Host::bucket_full(size_t bucket) const {
+void Callbacks::bucket_full(size_t bucket) const {
   call(weak_, "bucket_full", "n", static_cast<Py_ssize_t>(bucket));
 }
 
-void Host::backward_broke() const {
-  call(weak_, "backward_broke", nullptr);
+void Callbacks::backward_aborted() const {
+  call(weak_, "backward_aborted", nullptr);
 }
 
-void Host::backward_ended() const {
+void Callbacks::backward_ended() const {
   call(weak_, "backward_ended", nullptr);
 }
 

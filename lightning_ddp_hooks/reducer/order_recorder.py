@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from lightning_ddp_hooks.reducer.agreement import Report
+from lightning_ddp_hooks.reducer.agreement import RankReport
 
 # Where parameters may be left out, so many backwards are waited for one that uses them all.
 MAX_RECORDINGS = 16
 
 
-class Learning:
+class BucketOrderRecorder:
     """Gathers reports until the buckets can be laid out in the order of the backward.
 
     Args:
@@ -40,7 +40,7 @@ class Learning:
         self.dropped: frozenset[int] = frozenset()
         self.done = False
 
-    def note(self, reports: Sequence[Report]) -> None:
+    def add(self, reports: Sequence[RankReport]) -> None:
         """Take the first rank's order, and behind it what only other ranks used."""
         for report in reports:
             for index in report.order:
@@ -82,6 +82,13 @@ class Learning:
         if not self._may_miss:
             return list(keys)
         return [(key, self._used_in.get(index, frozenset())) for index, key in enumerate(keys)]
+
+    def sometimes_unused(self) -> frozenset[int]:
+        """Return the parameters that were not used in every recorded backward."""
+        if not self._may_miss:
+            return frozenset()
+        everywhere = frozenset(range(self._recordings))
+        return frozenset(i for i in range(self._count) if self._used_in.get(i, frozenset()) != everywhere)
 
     def _never_used(self) -> list[int]:
         return [index for index in range(self._count) if index not in self._used_in]

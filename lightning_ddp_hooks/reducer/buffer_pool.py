@@ -1,7 +1,7 @@
 """The memory that buckets lie in: one block for each dtype and device, which stays when the layout changes.
 
-    first backward    [ one bucket of everything                          | room ]
-    from then on      [ bucket 0 | bucket 1          | bucket 2    | tail | room ]
+    first backward    [ one bucket of everything                            | room ]
+    from then on      [ bucket 0 | bucket 1          | bucket 2    | status | room ]
 
 So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.reducer.bucket import Bucket
+from lightning_ddp_hooks.reducer.bucket import STATUS_NUMEL, Bucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 
 # Buckets begin at multiples of this many bytes: what vector instructions and NCCL like best.
@@ -24,18 +24,16 @@ ROOM = 64 * ALIGNMENT
 _Key = tuple[torch.dtype, torch.device]
 
 
-class Arena:
+class GradBufferPool:
     """Lays buckets into memory, and keeps the memory for the next layout."""
 
     def __init__(self) -> None:
         self._blocks: dict[_Key, Tensor] = {}
 
     def place(self, layouts: Sequence[BucketLayout], params: Sequence[Tensor]) -> list[Bucket]:
-        """Make the buckets; the last one has a tail. What lay in the memory before is overwritten sooner or later.
+        """Make the buckets, in order of reduction; the last one has a status slot.
 
-        Args:
-            layouts: in order of reduction.
-            params: all parameters of the reducer.
+        What lay in the memory before is overwritten sooner or later.
         """
         offsets, ends = _offsets(layouts)
         for key in [key for key in self._blocks if key not in ends or len(self._blocks[key]) < ends[key]]:
@@ -46,9 +44,9 @@ class Arena:
             if key not in self._blocks:
                 room = ROOM // layout.dtype.itemsize
                 self._blocks[key] = torch.zeros(ends[key] + room, dtype=layout.dtype, device=layout.device)
-            tail = number == len(layouts) - 1
-            memory = self._blocks[key][offset : offset + layout.numel + tail]
-            buckets.append(Bucket(layout, params, tail=tail, memory=memory))
+            last = number == len(layouts) - 1
+            memory = self._blocks[key][offset : offset + layout.numel + STATUS_NUMEL * last]
+            buckets.append(Bucket(layout, params, status=last, memory=memory))
         return buckets
 
     def holds(self, tensor: Tensor | None) -> bool:
@@ -72,5 +70,5 @@ def _offsets(layouts: Sequence[BucketLayout]) -> tuple[list[int], dict[_Key, int
         unit = ALIGNMENT // layout.dtype.itemsize
         begin = -(-ends.get(key, 0) // unit) * unit
         offsets.append(begin)
-        ends[key] = begin + layout.numel + (number == len(layouts) - 1)
+        ends[key] = begin + layout.numel + STATUS_NUMEL * (number == len(layouts) - 1)
     return offsets, ends

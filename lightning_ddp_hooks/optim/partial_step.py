@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import _compat
 
 
-class SubsetStep:
+class PartialStepper:
     """An optimizer that can be stepped in parts.
 
     Args:
-        optimizer: whose ``step`` is used, below its step hooks and what a scheduler of learning rates has put on it.
+        optimizer: Optimizer whose ``step`` is used, below its step hooks and what a learning rate scheduler put on it.
 
     Attributes:
-        advances: whether values of the groups (or numbers among its attributes) change by stepping.
+        advances: Whether values of the groups (or numbers among its attributes) change by stepping.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -52,13 +52,7 @@ class SubsetStep:
 
     @torch.no_grad()
     def run(self, params: Iterable[Tensor], *, last: bool, arguments: Mapping[str, Any] | None = None) -> None:
-        """Step the parameters; see [Note: one step in several calls].
-
-        Args:
-            params: those to step now; the optimizer has them all.
-            last: whether this is the last call of the step.
-            arguments: for the optimizer's ``step``.
-        """
+        """Step some of the optimizer's parameters; see [Note: one step in several calls] for ``last``."""
         groups = self.optimizer.param_groups
         parts: dict[int, list[Tensor]] = {}
         for param in params:
@@ -115,21 +109,19 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return those attributes of an optimizer that are numbers, or True or False."""
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}
+    """Return those attributes of an optimizer that are numbers, or True or False, and that may matter to its update."""
+    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}
+    numbers.pop(_compat.FUSED_CHECK_FLAG, None)
+    return numbers
 
 
 def replace_step(optimizer: Optimizer, update: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
-    """Have ``optimizer.step(closure)`` run the closure and then ``update``; return what undoes it.
+    """Have ``optimizer.step(closure, **arguments)`` run the closure and then ``update(arguments)``; return an undo.
 
     Step hooks fire around the whole, once for each step; schedulers of learning rates see that a step was made.
 
-    Args:
-        optimizer: whose ``step`` is replaced.
-        update: is given the keyword arguments of ``step`` beside the closure.
-
     Raises:
-        ValueError: somebody else has replaced ``step`` of this object.
+        ValueError: Somebody else has replaced ``step`` of this object.
     """
 
     def step(_: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:

@@ -1,0 +1,228 @@
+"""One step of one optimizer, shared by the ranks or not, all at once or in parts.
+
+    begin -> early(bucket 0) ... early(bucket n)  ->  rest          in parts, while gradients come
+    rest                                                            all at once: two phases, step then exchange
+
+`rest` steps whatever has a gradient and was not stepped early: sparse gradients, parameters that lay in no bucket or
+have no owner yet. So the sum of both is a whole step whatever happened before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.optim.partial_step import PartialStepper
+from lightning_ddp_hooks.optim.separability import check_separable
+from lightning_ddp_hooks.optim.sharding import ParameterExchange, ShardAssignment
+from lightning_ddp_hooks.optim.state import StateDict, gathered_state, part_of
+from lightning_ddp_hooks.reducer.queue import carry_out
+from lightning_ddp_hooks.reducer.requests import Request
+
+
+class ShardedStep:
+    """An optimizer of which each rank steps the parameters that it owns, and sends them to the others.
+
+    Args:
+        optimizer: The same one on all ranks.
+        shards: Owners of the parameters; other optimizers may have the same.
+        group: Ranks that share it, on which `rest` exchanges parameters; None if each rank steps all of them.
+        bundles: Returns parameters that are better owned by one rank, such as those of a bucket.
+
+    Attributes:
+        begun: Whether a step in parts has begun and not ended.
+        version: Number that changes with each step.
+
+    Raises:
+        ValueError: The optimizer cannot be stepped in parts; names it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shards: ShardAssignment,
+        group: comm.ProcessGroup | None,
+        bundles: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
+    ) -> None:
+        self.optimizer = optimizer
+        self.begun = False
+        self.version = 0
+        self.bundles = bundles
+        self._group = group
+        self._sharded = group is not None
+        self._shards = shards
+        self._exchange = ParameterExchange(shards)
+        self._stepper = PartialStepper(optimizer)
+        check_separable(optimizer, self._stepper, sharded=self._sharded)
+        self._done: set[Tensor] = set()
+        self._undo: list[Callable[[], None]] | None = None
+        self._unclaimed: StateDict | None = None
+
+    def params(self) -> Iterator[Tensor]:
+        """Return the optimizer's parameters in their order."""
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    # ------------------------------------------------------------------ a step in parts
+
+    def begin(self, *, tentative: bool = False) -> None:
+        """Begin a step in parts; a tentative one can be rolled back, since it may turn out that no rank had a loss."""
+        self._stepper.notice_groups()
+        self.begun = True
+        self.version += 1
+        self._done.clear()
+        self._undo = [] if tentative else None
+
+    def assign(self, params: Sequence[Tensor], *, apart: bool) -> None:
+        """Give an owner to those parameters of a bucket that have none, maybe different ones; alike on all ranks."""
+        own = [param for param in params if self._stepper.has(param)]
+        self._assign([[param] for param in own] if apart else self._fit([own]))
+
+    def assign_all(self) -> None:
+        """Give an owner to each parameter that has none."""
+        self._stepper.notice_groups()
+        if all(map(self._shards.has, self.params())):
+            return
+        together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
+        self._assign([*self._fit(together), *([param] for param in self.params())])
+
+    def early(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Step those parameters of a bucket that this rank owns, with reduced gradients.
+
+        Returns those that some rank has stepped: all but what is not the optimizer's, or has no owner yet.
+        """
+        stepped, own = [], []
+        for param, gradient in zip(params, gradients, strict=True):
+            if self._stepper.has(param) and self._shards.has(param):
+                stepped.append(param)
+                if self._shards.is_own(param):
+                    own.append((param, gradient))
+        self._done.update(stepped)
+        if self._undo is not None:
+            self._undo += [_restorer(self.optimizer, param) for param in stepped]
+        before = [param.grad for param, _ in own]
+        for param, gradient in own:
+            param.grad = gradient
+        try:
+            self._stepper.run([param for param, _ in own], last=False)
+        finally:
+            for (param, _), gradient_before in zip(own, before, strict=True):
+                param.grad = gradient_before
+        return stepped
+
+    def send(self, params: Sequence[Tensor], key: int) -> Generator[Request, Any, None]:
+        """Request what brings parameters from their owners to all ranks; nothing where each rank steps them all."""
+        if self._shards.world_size > 1:
+            yield from self._exchange.send(params, key)
+
+    def rollback(self) -> None:
+        """Undo a tentative step: no rank had a loss."""
+        for restore in self._undo or ():
+            restore()
+        self._end()
+
+    # ------------------------------------------------------------------ the rest, or all at once
+
+    def left(self) -> list[Tensor]:
+        """Return the parameters that have a gradient and were not stepped early."""
+        return [param for param in self.params() if param.grad is not None and param not in self._done]
+
+    @torch.no_grad()
+    def rest(self, arguments: Mapping[str, Any] | None = None) -> None:
+        """Step what has a gradient and was not stepped early, with keyword arguments of ``step``; the end of a step."""
+        left = self.left()
+        self.assign_all()
+        self.version += 1
+        self._stepper.run(filter(self._shards.is_own, left), last=True, arguments=arguments)
+        if self._group is not None:
+            carry_out(self.send(left, key=-1), self._group)
+        self._end()
+
+    def _end(self) -> None:
+        self.begun = False
+        self._done.clear()
+        self._undo = None
+
+    def _assign(self, bundles: Sequence[Sequence[Tensor]]) -> None:
+        fresh = self._shards.assign(bundles)
+        for param in fresh:
+            if not self._shards.is_own(param):  # some optimizers make their state when they are made
+                self.optimizer.state.pop(param, None)
+        if self._unclaimed is not None and fresh:
+            self._load_unclaimed(self._unclaimed)
+
+    def _fit(self, bundles: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+        """Take those bundles apart that are larger than a rank's share of the whole."""
+        share = sum(param.numel() for param in self.params()) / self._shards.world_size
+        fitting: list[Sequence[Tensor]] = []
+        for bundle in bundles:
+            too_large = sum(param.numel() for param in bundle) > share
+            fitting += [[param] for param in bundle] if too_large else [bundle]
+        return fitting
+
+    def close(self) -> None:
+        """Let go of the group and of memory for sending; `state_dict` and `load_state_dict` work on."""
+        self._group = None
+        self._exchange = ParameterExchange(self._shards)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, control_group: comm.ProcessGroup, to: int = 0) -> StateDict:
+        """Return the state in the plain form, whole on rank ``to``; collective, see `gathered_state`."""
+        if not self._sharded:
+            return self.optimizer.state_dict()
+        first = comm.rank(control_group) == 0
+        whole = gathered_state(
+            self.optimizer,
+            lambda param: self._shards.is_own(param) if self._shards.has(param) else first,
+            control_group,
+            to,
+        )
+        if self._unclaimed is not None and comm.rank(control_group) == to:
+            whole["state"] = {**self._unclaimed["state"], **whole["state"]}
+        return whole
+
+    def load_state_dict(self, plain: Mapping[str, Any]) -> None:
+        """Take up a whole state in plain form, and keep this rank's part; the rest never reaches the device.
+
+        State of parameters that have no owner yet is kept as it is given until they have one.
+        """
+        if not self._sharded:
+            self.optimizer.load_state_dict(dict(plain))
+        else:
+            own = part_of(plain, self.optimizer, self._shards.is_own)
+            self.optimizer.load_state_dict({**plain, "state": own})
+            self._keep_unclaimed(plain)
+        self._stepper.notice_groups()
+
+    def _load_unclaimed(self, unclaimed: StateDict) -> None:
+        """Load what was loaded before its parameters had owners."""
+        now = self.optimizer.state_dict()
+        found = part_of(unclaimed, self.optimizer, self._shards.is_own)
+        self.optimizer.load_state_dict({**now, "state": {**found, **now["state"]}})
+        self._keep_unclaimed(unclaimed)
+
+    def _keep_unclaimed(self, plain: Mapping[str, Any]) -> None:
+        left = part_of(plain, self.optimizer, lambda param: not self._shards.has(param))
+        self._unclaimed = {**plain, "state": left} if any(isinstance(key, int) for key in left) else None
+
+
+def _restorer(optimizer: Optimizer, param: Tensor) -> Callable[[], None]:
+    """Return what brings a parameter and its state back to what they are now."""
+    value = param.detach().clone()
+    state = copy.deepcopy(optimizer.state[param]) if param in optimizer.state else None
+
+    def restore() -> None:
+        param.detach().copy_(value)
+        if state is None:
+            optimizer.state.pop(param, None)
+        else:
+            optimizer.state[param] = state
+
+    return restore

@@ -1,0 +1,100 @@
+"""Where the reducer meets autograd: hooks on the nodes that accumulate gradients, and the end of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_hooks import _compat
+
+
+class GradientHooks:
+    """One hook for each parameter, which runs after its gradient was accumulated.
+
+    It runs behind the parameter's own post-accumulate hooks, so what a user's hook does to the gradient is reduced.
+
+    Args:
+        params: Parameters to watch.
+        ready: Called with the index of a parameter and the parameter, each time its gradient has been accumulated.
+    """
+
+    def __init__(self, params: Sequence[Tensor], ready: Callable[[int, Tensor], None]) -> None:
+        # A parameter holds the node that accumulates its gradient weakly; without these the hooks go with the graph.
+        with torch.enable_grad():  # older torch finds them through a view
+            self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
+        self._handles = [
+            node.register_hook(_make_hook(ready, index, param))
+            for index, (node, param) in enumerate(zip(self._nodes, params, strict=True))
+        ]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+
+def _make_hook(ready: Callable[[int, Tensor], None], index: int, param: Tensor) -> Callable[[Any, Any], None]:
+    return lambda inputs, outputs: ready(index, param)
+
+
+class EndOfBackward:
+    """A callback at the end of the backward that is running; autograd drops it if an exception ends the backward.
+
+    Args:
+        ended: Called at the end.
+        aborted: Called instead if the callback is dropped.
+    """
+
+    def __init__(self, ended: Callable[[], None], aborted: Callable[[], None]) -> None:
+        self._ended = ended
+        self._aborted: Callable[[], None] | None = aborted
+        _compat.queue_end_of_backward(self)
+
+    def __call__(self) -> None:
+        """End the backward; called by autograd."""
+        self._aborted = None
+        self._ended()
+
+    def __del__(self) -> None:
+        if self._aborted is not None:
+            self._aborted()
+
+
+@contextmanager
+def hookable(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let hooks be registered on frozen parameters too, which torch refuses."""
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    yield
+    for param in frozen:
+        param.requires_grad_(False)
+
+
+def roots_in(value: object) -> list[Tensor]:
+    """Return the tensors of a module's output through which a backward comes into the module.
+
+    Looks into nested mappings, sequences and dataclasses.
+    """
+    return [tensor for tensor in _tensors_in(value) if tensor.requires_grad and not tensor.is_leaf]
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from _tensors_in(getattr(value, entry.name))

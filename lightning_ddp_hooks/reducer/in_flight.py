@@ -1,0 +1,322 @@
+"""Buckets between the backward and ``.grad``: launched when they are full, waited for, and copied out.
+
+Within a backward, in bucket order: `launch` as the engine announces them, then at its end `launch_remaining`,
+`wait_all` and `copy_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.engine import Engine, MeanEngine
+from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard, told_of_wait
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket, is_same_memory
+from lightning_ddp_hooks.reducer.stream import CommStream, DeferredRead, comm_stream
+
+
+class _EngineSum:
+    """A bucket that the engine launched by itself."""
+
+    finished = False
+
+    def __init__(self, engine: MeanEngine, bucket: Bucket, index: int) -> None:
+        self._engine = engine
+        self._bucket = bucket
+        self._index = index
+
+    def wait(self) -> Tensor:
+        self._engine.wait(self._index)
+        return self._bucket.buffer
+
+
+class _Launched(NamedTuple):
+    """A launched bucket; it holds the buffer until the reduced values have been copied out."""
+
+    index: int
+    bucket: Bucket
+    pending: InFlightBucket | _EngineSum
+
+
+class InFlightBuckets:
+    """Sends the buckets of a backward and brings them back, on a stream for each device.
+
+    Args:
+        queue: Issues collectives.
+        group: Ranks to reduce over.
+
+    Attributes:
+        queue: The same.
+        engine: Fills the buckets.
+        buckets: Buckets in order of reduction.
+        streams: Stream of each bucket.
+        has_hook: Whether a hook reduces them in place of the plain mean.
+        observer: Who is told of each step; None for nobody.
+        nonfinite: Looks at each bucket before it is launched; None for nothing.
+        divisor: What sums over ranks are divided by.
+        launched_by_engine: Whether the engine launches by itself what becomes full during the backward.
+        postponed: Buckets that are full and are launched only at the end of the backward.
+        postpones: Whether full buckets are postponed, since the hook may block the host on the way.
+    """
+
+    engine: Engine
+
+    def __init__(self, queue: CollectiveQueue, group: comm.ProcessGroup) -> None:
+        self.queue = queue
+        self.buckets: list[Bucket] = []
+        self.streams: list[CommStream] = []
+        self.has_hook = False
+        self.observer: BackwardObserver | None = None
+        self.nonfinite: GradientGuard | None = None
+        self.divisor = float(comm.world_size(group))
+        self.launched_by_engine = False
+        self.postpones = False
+        self.postponed: list[int] = []
+        self._group = group
+        self._names: list[tuple[str, ...]] = []
+        self._stream_of: dict[torch.device, CommStream] = {}
+        self._launched: list[_Launched] = []
+        self._sent = 0
+        self._unused_values: dict[int, Tensor] = {}
+
+    # ------------------------------------------------------------------ between two backwards
+
+    def use_buckets(self, buckets: Iterable[Bucket], names: Sequence[str], expected: Sequence[int]) -> None:
+        """Take new buckets, and give them to the engine.
+
+        Args:
+            buckets: Buckets in order of reduction.
+            names: Names of all parameters.
+            expected: How often the gradient of each parameter comes in a backward.
+        """
+        self.buckets = list(buckets)
+        self._names = [tuple(names[i] for i in bucket.layout.indices) for bucket in self.buckets]
+        self.streams = [self._stream(bucket.layout.device) for bucket in self.buckets]
+        self.engine.set_layout(self.buckets, self.streams, expected)
+
+    def _stream(self, device: torch.device) -> CommStream:
+        if device not in self._stream_of:
+            self._stream_of[device] = comm_stream(device)
+        return self._stream_of[device]
+
+    def select_launch_path(self) -> None:
+        """Let the engine launch the mean by itself, if it can and nobody else has to see the buckets."""
+        others_see = self.has_hook or self.observer is not None or self.nonfinite is not None
+        self.launched_by_engine = self.engine.launches_mean and not others_see
+        if self.engine.launches_mean:
+            cast("MeanEngine", self.engine).set_mean_group(self._group if self.launched_by_engine else None)
+
+    def apply_divisor(self) -> None:
+        """Have gradients divided as they are copied in, if what reduces them expects that."""
+        self.engine.set_scale(1.0 / self.divisor if self.queue.hook.takes_divided else 1.0)
+
+    def bucket_key(self, name: str, param: Tensor) -> Hashable:
+        """Return the hook's key for a parameter: those with different keys do not share a bucket."""
+        ask = getattr(self.queue.hook, "group_of", None)
+        return None if ask is None else ask(name, param)
+
+    # ------------------------------------------------------------------ in a backward
+
+    def start(self) -> None:
+        """Begin a backward."""
+        self._sent = 0
+        self.postponed.clear()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a bucket was launched that has not been copied out."""
+        return bool(self._launched) or (self.launched_by_engine and self.engine.active and self.engine.launched > 0)
+
+    @property
+    def sent(self) -> int:
+        """Number of buckets of this backward that are in flight or done; from any thread.
+
+        Not those that were announced: a hook may have failed on one, or may not have come to it yet.
+        """
+        queued = sum(not getattr(launched.pending, "begun", True) for launched in list(self._launched))
+        return max(self._sent - queued, self.engine.launched if self.launched_by_engine else 0)
+
+    def bucket_full(self, index: int) -> None:
+        """Launch a bucket that has become full, or postpone it."""
+        if self.postpones:
+            self.postponed.append(index)
+        else:
+            self.launch(index)
+
+    def launch(self, index: int, unused: AbstractSet[int] = frozenset(), *, sends_status: bool = False) -> None:
+        """Launch a bucket.
+
+        Args:
+            index: Index of the bucket.
+            unused: Parameters whose result will be thrown away.
+            sends_status: Whether the status in its slot is summed along.
+        """
+        bucket, stream, observer = self.buckets[index], self.streams[index], self.observer
+        last = index == len(self.buckets) - 1
+        view = GradBucket(bucket, index, last, self._names[index], self.divisor)
+        if unused:
+            inside = zip(bucket.layout.indices, self._names[index], strict=True)
+            view.unused = frozenset(name for i, name in inside if i in unused)
+        if self.nonfinite is not None:
+            self.nonfinite.look(view)
+        if observer is not None:
+            observer.bucket_full(view, 1.0 if self.queue.hook.takes_divided else 1.0 / self.divisor)
+        with _compat.span("ldh::launch"), stream.after_compute():
+            if observer is not None:
+                observer.launch_begins(index)
+            pending = self.queue.launch(view, bucket, sends_status=sends_status)
+            self._launched.append(_Launched(index, bucket, pending))
+            self._sent += 1
+            if observer is not None:
+                observer.launch_ended(index, pending)
+
+    def adopt_engine_launches(self) -> None:
+        """Look after the buckets that the engine has launched by itself, as after the others."""
+        engine = cast("MeanEngine", self.engine)
+        self._launched = [
+            _Launched(index, bucket, _EngineSum(engine, bucket, index))
+            for index, bucket in enumerate(self.buckets[: engine.launched])
+        ]
+        self._sent = len(self._launched)
+
+    def launch_remaining(
+        self, unused: frozenset[int] = frozenset(), *, sends_status: bool = False, as_zeros: bool = False
+    ) -> None:
+        """Launch what was not launched during the backward.
+
+        Args:
+            unused: Parameters that no rank has a gradient for; a bucket of such ones alone is not sent.
+            sends_status: Whether the last bucket's status is summed along.
+            as_zeros: Whether zeros take the place of gradients: an exception has ended this rank's backward.
+        """
+        engine, last = self.engine, len(self.buckets) - 1
+        for index in self.postponed:
+            self.launch(index)
+        self.postponed.clear()
+        used = engine.used() if engine.launched <= last else b""
+        for index in range(engine.launched, last + 1):
+            bucket, status = self.buckets[index], sends_status and index == last
+            if unused.issuperset(bucket.layout.indices):
+                continue
+            if as_zeros:
+                bucket.buffer.zero_()
+                self.launch(index, sends_status=status)
+                continue
+            members = list(zip(bucket.layout.indices, bucket.params, bucket.views, strict=True))
+            for i, param, view in members:
+                # What nobody used must stay as it is, also where it lies in a bucket that is sent.
+                if not used[i] and param.grad is view:
+                    self._unused_values[i] = view.clone()
+            engine.fill(index)
+            if not self.has_hook:
+                self.launch(index, sends_status=status)
+                continue
+            frozen = {i for i, param, _ in members if not used[i] and not param.requires_grad}
+            for i, param, view in members:
+                # A hook must not choose or scale by gradients of earlier backwards.
+                if i in unused and (i in self._unused_values or param.grad is not view):
+                    view.zero_()
+            self.launch(index, unused | frozen, sends_status=status)
+        engine.launched = last + 1
+
+    def wait_all(self, *, reads_status: bool = False) -> DeferredRead | None:
+        """Wait for all launched buckets; the reduced values are in the buckets then.
+
+        Args:
+            reads_status: Whether a status was sent, whose sum is to be read.
+
+        Returns:
+            The sum of the status, on its way to the host.
+        """
+        read: DeferredRead | None = None
+        with _compat.span("ldh::wait"), told_of_wait(self.observer):
+            with ExitStack() as streams:  # what follows the backward runs behind all that it has queued
+                for stream in set(self._stream_of.values()):
+                    streams.enter_context(stream.after_compute())
+                self.queue.end_launches()
+            for launched in self._launched:
+                buffer = launched.bucket.buffer
+                with self.streams[launched.index].context():
+                    result = launched.pending.wait()
+                    if not is_same_memory(result, buffer):
+                        buffer.copy_(result.reshape(-1))
+                    if self.observer is not None:
+                        self.observer.bucket_done(launched.index, buffer)
+            if reads_status:
+                with self.streams[-1].context():
+                    read = self.streams[-1].read(self.queue.wait_for_status())
+            for stream in set(self._stream_of.values()):
+                stream.join()
+            self.queue.end_round()
+        return read
+
+    def finish_by_engine(self) -> DeferredRead:
+        """Launch what remains, wait for all and copy out, by the engine alone; return the sum of the status."""
+        engine = cast("MeanEngine", self.engine)
+        slot = self.buckets[-1].status_slot
+        assert slot is not None
+        with _compat.span("ldh::wait"):
+            engine.launch_remaining()
+            engine.finish()
+            with self.streams[-1].context():
+                read = self.streams[-1].read(slot)
+            self.streams[-1].join()  # the next backward writes the slot behind the read
+            return read
+
+    def copy_out(self, unused: frozenset[int]) -> None:
+        """Bring the reduced values to where the gradients are; those that nobody used stay as they were."""
+        untouched = sorted(unused)
+        for launched in self._launched:
+            self.engine.copy_out(launched.index, untouched)
+            if self._unused_values:
+                for i, view in zip(launched.bucket.layout.indices, launched.bucket.views, strict=True):
+                    if i in unused and i in self._unused_values:
+                        view.copy_(self._unused_values[i])
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was launched."""
+        self._launched.clear()
+        self._unused_values.clear()
+        self.postponed.clear()
+        self.queue.forget()
+
+    # ------------------------------------------------------------------ facts, end
+
+    def waits_for(self) -> str:
+        """Say which buckets are waited for; from any thread, so that it may be out of date."""
+        names = self._names
+        seen = [launched for launched in list(self._launched) if isinstance(launched.pending, InFlightBucket)]
+        waiting = [launched.index for launched in seen if not _is_done(launched.pending)][:1]
+        if not waiting and self.launched_by_engine:  # which of those that it launched by itself is not seen here
+            waiting = list(range(self.engine.launched))
+        parts = []
+        for index in waiting:
+            if index < len(names):
+                shown = ", ".join(map(repr, names[index][:4])) + (", ..." if len(names[index]) > 4 else "")
+                parts.append(f"bucket {index} ({shown})")
+        return "; ".join(parts[:4])
+
+    def close(self) -> None:
+        """Free buckets and streams; gradients in the buckets get memory of their own."""
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = view.clone()
+        self.buckets.clear()
+        self.streams.clear()
+        self._stream_of.clear()
+
+
+def _is_done(pending: InFlightBucket | _EngineSum) -> bool:
+    collective = getattr(pending, "collective", None)
+    if isinstance(collective, comm.Work):
+        return comm.succeeded(collective)
+    return pending.finished

@@ -1,0 +1,227 @@
+"""Which parameters are reduced: who owns them, and how a change of the set or of a parameter itself is noticed.
+
+Hooks sit on the parameters that were there at construction. A parameter that came later, or whose storage was swapped
+(``module.double()``, ``load_state_dict(assign=True)``), would silently be left out of the mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_ddp_hooks import _compat
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def _kind(param: Tensor) -> tuple[object, ...]:
+    return (param.dtype, param.device, tuple(param.shape))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The watched parameters as they were when the reducer looked at them.
+
+    Attributes:
+        params: the parameters themselves, by name.
+        kinds: dtype, device and shape of each, by name.
+    """
+
+    params: dict[str, Tensor]
+    kinds: dict[str, tuple[object, ...]]
+
+    @classmethod
+    def of(cls, watched: Named) -> Structure:
+        """Remember parameters."""
+        return cls(dict(watched), {name: _kind(param) for name, param in watched})
+
+    def changed(self, named: Named) -> tuple[str, ...]:
+        """Return the names of watched parameters that are another tensor, or of another kind, now."""
+        return tuple(
+            name
+            for name, param in named
+            if name in self.params and (param is not self.params[name] or _kind(param) != self.kinds[name])
+        )
+
+    def added(self, named: Named) -> tuple[str, ...]:
+        """Return the names of parameters that require a gradient and have never been watched."""
+        return tuple(name for name, param in named if param.requires_grad and name not in self.params)
+
+    def digest(self) -> str:
+        """Return a short text that is the same on ranks that watch parameters of the same names and kinds."""
+        return hashlib.sha256(repr(sorted(self.kinds.items())).encode()).hexdigest()
+
+
+def changed_text(names: Sequence[str]) -> str:
+    """Say what is wrong when parameters changed while training."""
+    shown = ", ".join(repr(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    return (
+        f"Parameters were replaced or changed their dtype, device or shape during training: {shown}. Do so before the "
+        "first backward (in `configure_model`, `setup` or `on_fit_start`), or build the reducer anew."
+    )
+
+
+class WatchedParameters:
+    """The parameters that require a gradient, and those that do not but may again.
+
+    Args:
+        module: whose parameters they are.
+        ignored: names of parameters that are left alone.
+        keeps_frozen: watch a parameter further once it is frozen: where parameters may be left out, that is all there
+            is to it (a GAN freezes one network while it trains the other).
+        on_unfrozen: called when a parameter that is not watched gets a gradient.
+
+    Attributes:
+        names: of the watched parameters.
+        params: the watched parameters.
+        frozen: the parameters that are not watched since they require no gradient.
+        unfrozen_used: whether one of `frozen` got a gradient since `forget_use`.
+    """
+
+    def __init__(
+        self, module: nn.Module, ignored: AbstractSet[str], *, keeps_frozen: bool, on_unfrozen: Callable[[], None]
+    ) -> None:
+        self.module = module
+        self._ignored = ignored
+        self._keeps_frozen = keeps_frozen
+        self._on_unfrozen = on_unfrozen
+        self._handles: dict[int, RemovableHandle] = {}
+        self.names: list[str] = []
+        self.params: list[nn.Parameter] = []
+        self.frozen: list[nn.Parameter] = []
+        self.unfrozen_used = False
+        self._structure = Structure.of([])
+        self.track()
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """List all parameters of the module, watched or not, but those that are ignored."""
+        return [(name, p) for name, p in self.module.named_parameters() if name not in self._ignored]
+
+    def names_now(self) -> tuple[str, ...]:
+        """Return the names of all parameters that require a gradient now."""
+        return tuple(name for name, param in self.named() if param.requires_grad)
+
+    def track(self) -> None:
+        """Watch the parameters that require a gradient now."""
+        named = self.named()
+        before = {id(param) for param in self.params} if self._keeps_frozen else set()
+        watched = [(name, param) for name, param in named if param.requires_grad or id(param) in before]
+        self.names = [name for name, _ in watched]
+        self.params = [param for _, param in watched]
+        self.frozen = [param for _, param in named if not param.requires_grad and id(param) not in before]
+        self._structure = Structure.of(watched)
+        self.close()
+
+    def fresh(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that require a gradient by now and are not watched."""
+        known = {id(param) for param in self.params}
+        return [(name, param) for name, param in self.named() if param.requires_grad and id(param) not in known]
+
+    def digest(self) -> str:
+        """Return a short text that is the same on ranks that watch parameters of the same names and kinds."""
+        return self._structure.digest()
+
+    def look(self, *, may_begin_anew: bool) -> bool:
+        """Look for parameters that were added or replaced.
+
+        Args:
+            may_begin_anew: whether it is early enough to `track` again.
+
+        Returns:
+            Whether to begin anew.
+
+        Raises:
+            RuntimeError: a watched parameter was replaced, and it is too late.
+        """
+        named = self.named()
+        changed = self._structure.changed(named)
+        if changed and not may_begin_anew:
+            raise RuntimeError(changed_text(changed))
+        if not changed and self._structure.added(named):
+            watched = {id(param) for param in self.params}
+            self.frozen = [param for _, param in named if id(param) not in watched]
+        return bool(changed)
+
+    def watch_unfrozen(self) -> None:
+        """Notice the gradient of a parameter that was frozen and is not any more, in case no other one gets any."""
+        for param in self.frozen:
+            if param.requires_grad and id(param) not in self._handles:
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._unfrozen_ready)
+
+    def _unfrozen_ready(self, _: Tensor) -> None:
+        self.unfrozen_used = True
+        self._on_unfrozen()
+
+    def forget_use(self) -> None:
+        """Begin a new accumulation window."""
+        self.unfrozen_used = False
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self.unfrozen_used = False
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Refuse parameters that cannot be trained in place.
+
+    Raises:
+        ValueError: a parameter without values, or one whose elements share memory.
+    """
+    for name, param in module.named_parameters():
+        if param.is_meta:
+            raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialise it first.")
+        if _compat.is_uninitialized(param):
+            raise ValueError(
+                f"Parameter {name!r} of a lazy module has no shape yet: run one forward with example data first."
+            )
+        if _compat.overlaps_itself(param):
+            raise ValueError(
+                f"Elements of parameter {name!r} share memory (it was expanded), so it cannot be written: clone it."
+            )
+
+
+# ---------------------------------------------------------------------- ownership
+
+_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def require_free(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Make sure that nobody has claimed these parameters.
+
+    Raises:
+        ValueError: somebody has.
+    """
+    for name, param in named:
+        if _owner(param) is not None:
+            raise ValueError(
+                f"Parameter {name!r} is reduced already, by a wrapper or strategy that is still at work: wrap a module "
+                "once, and call the wrapper's `detach()` before it is wrapped anew."
+            )
+
+
+def claim(params: Iterable[Tensor], owner: object) -> None:
+    """Make ``owner`` the one that reduces gradients of these parameters, as long as it lives."""
+    for param in params:
+        _claims[param] = weakref.ref(owner)
+
+
+def release(owner: object) -> None:
+    """Give up all that ``owner`` has claimed."""
+    for param in [param for param in list(_claims) if _owner(param) is owner]:
+        del _claims[param]
+
+
+def _owner(param: Tensor) -> object | None:
+    reference = _claims.get(param)
+    return None if reference is None else reference()

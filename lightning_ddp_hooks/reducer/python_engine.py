@@ -1,0 +1,339 @@
+"""The hot path in Python: what happens for each gradient and for each full bucket.
+
+    gradient ready -> count down -> bucket full -> copy in (scaled) -> announce it, in bucket order
+
+The engine tells its `EngineCallbacks` when a synced backward begins, when a bucket is full and its turn has come, and
+when the backward ends. The last bucket it leaves to the end of the backward (end_of_backward.py): only there is known
+what a rank has to tell the others, which travels with that bucket. This engine is the readable twin of the native one
+(``native/``), which has the same methods, gives the same bits, and can launch the plain mean by itself.
+
+Under ``sync = False`` (accumulation) gradients are only noted as used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks.reducer.autograd_hooks import EndOfBackward, GradientHooks
+from lightning_ddp_hooks.reducer.bucket import Bucket
+from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, EngineCallbacks
+from lightning_ddp_hooks.reducer.readiness import Readiness
+from lightning_ddp_hooks.reducer.stream import CommStream
+
+# Of what lies in host memory, only these dtypes are: the others are scaled a whole bucket at a time, since
+# `_foreach_mul_` would round the factor to bfloat16 or float16.
+_EAGER_ON_HOST = (torch.float32, torch.float64)
+
+_P = ParamSpec("_P")
+
+
+def _without_grad(function: Callable[_P, None]) -> Callable[_P, None]:
+    """Do what ``torch.no_grad()`` does, at a tenth of its cost where gradients are off already (most backwards)."""
+
+    @wraps(function)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                function(*args, **kwargs)
+        else:
+            function(*args, **kwargs)
+
+    return guarded
+
+
+class PythonEngine:
+    """Counts gradients, copies them into buckets and back.
+
+    Args:
+        params: Parameters to watch.
+        callbacks: Whom to report to; held weakly, and when it goes, the engine closes.
+        views: Whether ``.grad`` becomes a slice of the bucket, instead of a copy of the result.
+
+    Attributes:
+        backend: Name of this kind of engine.
+        launches_mean: Whether it can launch the mean by itself.
+        sync: Whether gradients are to be reduced; False under accumulation.
+        recording: Whether nothing is launched during the backward, since nothing is known about its order.
+        callback_queued: Whether the end of the backward that is running will be told.
+        active: Whether a synced backward is open.
+        aborted: Whether an exception ended the last backward before its end could be told.
+        launched: Number of buckets that were announced in this backward.
+    """
+
+    backend = "python"
+    launches_mean = False
+
+    def __init__(self, params: Sequence[Tensor], callbacks: EngineCallbacks, *, views: bool) -> None:
+        self.sync = True
+        self.recording = True
+        self.callback_queued = False
+        self.active = False
+        self.aborted = False
+        self.launched = 0
+        self._params = list(params)
+        self._callbacks = weakref.ref(callbacks)
+        self._closing = weakref.finalize(callbacks, self.close)
+        self._closing.atexit = False
+        self._views = views
+        self._scale = 1.0
+        self._buckets: list[Bucket] = []
+        self._readiness = Readiness(len(params))
+        self._order: list[int] = []
+        self._late: list[int] = []
+        self._view_of: list[Tensor | None] = [None] * len(params)
+        self._eager: list[Tensor | None] = [None] * len(params)
+        self._slots: list[list[tuple[int, Tensor, Tensor]]] = []
+        self._deferred: list[list[tuple[Tensor, Tensor]]] = []
+        self._hooks = GradientHooks(self._params, self._gradient_ready)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the backward have come that lie in buckets."""
+        last = len(self._buckets) - 1
+        return not self.recording and self.launched == max(last, 0) and (last < 0 or not self._readiness.pending[last])
+
+    def set_layout(self, buckets: Sequence[Bucket], streams: Sequence[CommStream], expected: Sequence[int]) -> None:
+        """Take new buckets.
+
+        Args:
+            buckets: In order of reduction; a parameter that is in none of them is only watched.
+            streams: Stream of each bucket, which an engine that launches by itself would use.
+            expected: How often each parameter's gradient comes in one backward (more than once if a re-entrant
+                checkpoint uses it more than once; 0 if this rank never uses it).
+        """
+        self._buckets = list(buckets)
+        self._readiness.set_layout([bucket.layout.indices for bucket in buckets], expected)
+        self._slots = []
+        self._deferred = []
+        self._view_of = [None] * len(self._params)
+        self._eager = [None] * len(self._params)
+        for bucket in buckets:
+            deferred = []
+            for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
+                self._view_of[index] = view
+                if view.numel() >= EAGER_NUMEL and expected[index] == 1 and _may_be_eager(view):
+                    self._eager[index] = view
+                else:
+                    deferred.append((self._params[index], view))
+            self._slots.append(list(zip(bucket.layout.indices, bucket.params, bucket.views, strict=True)))
+            self._deferred.append(deferred)
+
+    def set_scale(self, scale: float) -> None:
+        """Set the factor that gradients are multiplied with as they are copied in."""
+        self._scale = scale
+
+    def start(self) -> None:
+        """Begin to count the gradients of a synced backward."""
+        self.active = True
+        self.launched = 0
+        self._readiness.start()
+        self._order.clear()
+        self._late.clear()
+
+    def queue_callback(self) -> None:
+        """Have the end of the backward that is running told."""
+        self.callback_queued = True
+        own = weakref.ref(self)
+
+        def ended() -> None:
+            if (engine := own()) is not None:
+                engine._backward_ended()
+
+        def aborted() -> None:
+            if (engine := own()) is not None:
+                engine.callback_queued, engine.aborted = False, True
+
+        EndOfBackward(ended, aborted)
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Have the end of a backward told that comes through one of the tensors, if `sync` is set then.
+
+        Of backwards inside one another this is the outermost; the one in which a gradient comes may not be.
+        """
+        for output in outputs:
+            output.register_hook(self._backward_comes)
+
+    def _backward_comes(self, _: Tensor) -> None:
+        if self.sync and not self.callback_queued:
+            self._report_aborted()
+            self.queue_callback()
+
+    def _report_aborted(self) -> None:
+        if self.aborted and (callbacks := self._callbacks()) is not None:
+            callbacks.backward_aborted()
+
+    def _backward_ended(self) -> None:
+        self.callback_queued = False
+        if (callbacks := self._callbacks()) is not None:
+            callbacks.backward_ended()
+
+    def stop(self) -> None:
+        """Close the backward."""
+        self.active = False
+
+    def _gradient_ready(self, index: int, param: Tensor) -> None:
+        readiness = self._readiness
+        readiness.used[index] = 1
+        if not self.sync:
+            return
+        if not (self.active and self.callback_queued):
+            self._begin()
+            readiness.used[index] = 1  # forgotten if an aborted backward was given up
+        left = readiness.left[index] - 1
+        readiness.left[index] = left
+        if left:
+            if left < 0:
+                self._came_again(index)
+            return
+        if self.recording:
+            self._order.append(index)
+            if self._views:
+                self._adopt(param, self._view_of[index])
+            return
+        view = self._eager[index]
+        if view is not None:
+            self._copy_in(param, view)
+        bucket = readiness.bucket_of[index]
+        pending = readiness.pending[bucket] - 1
+        readiness.pending[bucket] = pending
+        if not pending and bucket == self.launched:
+            self._announce_full()
+
+    def _begin(self) -> None:
+        self._report_aborted()
+        callbacks = self._callbacks()
+        if not self.active and callbacks is not None:
+            callbacks.open_backward()
+        if not self.callback_queued:
+            self.queue_callback()
+
+    def _came_again(self, index: int) -> None:
+        # Harmless as long as the gradient still lies in `.grad` alone.
+        copied = self._readiness.bucket_of[index] < self.launched or self._eager[index] is not None
+        if not self.recording and (copied or not self._readiness.is_expected(index)):
+            self._late.append(index)
+
+    def _announce_full(self) -> None:
+        pending = self._readiness.pending
+        while self.launched < len(self._buckets) - 1 and not pending[self.launched]:
+            index = self.launched
+            self.fill(index)
+            self.launched = index + 1
+            if (callbacks := self._callbacks()) is not None:
+                callbacks.bucket_full(index)
+
+    @_without_grad
+    def _adopt(self, param: Tensor, view: Tensor | None) -> None:
+        """Move a gradient into its bucket as it is: it may still grow there, and does not lie in memory twice."""
+        gradient = param.grad
+        if view is None or gradient is None or gradient is view:
+            return
+        if gradient.layout is torch.strided and gradient.dtype is view.dtype:
+            view.copy_(gradient)
+            param.grad = view
+
+    @_without_grad
+    def _copy_in(self, param: Tensor, view: Tensor) -> None:
+        gradient = param.grad
+        if gradient is None:  # a Function returned None
+            view.zero_()
+            return
+        if self._scale == 1.0:
+            if gradient is not view:
+                view.copy_(gradient)
+        else:
+            torch.mul(gradient, self._scale, out=view)
+        if self._views:
+            param.grad = view
+
+    @_without_grad
+    def fill(self, bucket: int) -> None:
+        """Copy into the bucket what has not been copied yet; a missing gradient counts as zero."""
+        left = self._readiness.left
+        if self.recording or self._readiness.pending[bucket]:
+            for index, param, view in self._slots[bucket]:
+                if self._eager[index] is not None and (self.recording or left[index] > 0):
+                    self._copy_in(param, view)
+        deferred = self._deferred[bucket]
+        if not deferred:
+            return
+        targets, gradients = [], []
+        for param, view in deferred:
+            gradient = param.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                targets.append(view)
+                gradients.append(gradient)
+                if self._views:
+                    param.grad = view
+        if targets:
+            _compat.foreach_copy_(targets, gradients)
+        if self._scale == 1.0:
+            return
+        if len(deferred) == len(self._slots[bucket]):
+            self._buckets[bucket].buffer.mul_(self._scale)
+        else:
+            _compat.foreach_mul_([view for _, view in deferred], self._scale)
+
+    @_without_grad
+    def copy_out(self, bucket: int, untouched: Sequence[int]) -> None:
+        """Make the bucket's values the gradients of its parameters, except of those named."""
+        leave = set(untouched)
+        targets, values = [], []
+        for index, param, view in self._slots[bucket]:
+            if index in leave:
+                continue
+            gradient = param.grad
+            if self._views:
+                if gradient is not view:
+                    param.grad = view
+            elif gradient is None:
+                param.grad = torch.empty_like(param).copy_(view)
+            else:
+                targets.append(gradient)
+                values.append(view)
+        if targets:
+            _compat.foreach_copy_(targets, values)
+
+    def unready(self) -> list[int]:
+        """Return the parameters whose gradient has not come, or not as often as expected, in this backward."""
+        return self._readiness.unready()
+
+    def fired(self) -> list[int]:
+        """Return how often each parameter's gradient has come in this backward."""
+        return self._readiness.fired()
+
+    def order(self) -> list[int]:
+        """Return the parameters in the order in which they became ready; noted only while `recording`."""
+        return list(self._order)
+
+    def late(self) -> list[int]:
+        """Return the parameters whose gradient changed after it had been copied into its bucket."""
+        return list(self._late)
+
+    def used(self) -> bytes:
+        """Return one byte for each parameter: 1 if it got a gradient since `forget_use`, else 0."""
+        return bytes(self._readiness.used)
+
+    def forget_use(self) -> None:
+        """Begin a new accumulation window."""
+        self._readiness.forget_use()
+
+    def close(self) -> None:
+        """Remove all hooks and let go of the buckets."""
+        self._closing.detach()
+        self._hooks.remove()
+        self.set_layout([], [], [0] * len(self._params))
+
+
+def _may_be_eager(view: Tensor) -> bool:
+    # Complex gradients are scaled as the pairs of reals that the buffer holds.
+    return not view.is_complex() and (view.device.type != "cpu" or view.dtype in _EAGER_ON_HOST)

@@ -1,0 +1,178 @@
+"""The reducer on an asynchronous device: right values however late each stream is, and a host that never waits."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import pytest
+import sim
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import lightning_ddp_hooks as ldh
+from lightning_ddp_hooks.reducer import stream as stream_module
+
+pytestmark = pytest.mark.ranks
+
+Backend = Literal["python", "native"]
+STEPS, RANKS = 5, 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    from lightning_ddp_hooks.reducer.native import build
+
+    sim.library_path()
+    build.build()
+
+
+class Net(nn.Module):
+    """Several buckets, of which the last is complete long before the backward ends, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(12, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.seen += 1
+        return self.head(self.layers(batch))  # type: ignore[no-any-return]
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def reference(steps: int = STEPS) -> list[list[Tensor]]:
+    """Train in one process with float64 on all ranks' batches; return the gradients of each step and the parameters."""
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [net(batch(step, rank).double()).square().mean() for rank in range(RANKS)]
+        torch.stack(losses).mean().backward()
+        found.append([param.grad.clone() for param in net.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+    return [*found, [param.detach() for param in net.parameters()]]
+
+
+def wrap(net: nn.Module, views: bool, backend: Backend, **settings: Any) -> ldh.DataParallel:
+    return ldh.DataParallel(
+        net,
+        bucket_cap_mb=0.001,
+        first_bucket_mb=0.0005,
+        gradient_as_bucket_view=views,
+        reducer_backend=backend,
+        **settings,
+    )
+
+
+def make_late(late: str) -> None:
+    if late == "compute":
+        sim.slow_down(torch.accelerator.current_stream(), 1)
+    elif late == "communication":
+        sim.slow_down_collectives(10)
+
+
+def _train(
+    views: bool, backend: Backend, late: str, seed: int, patch: Callable[[], None] | None = None
+) -> list[list[Tensor]]:
+    device = sim.join_world(seed=10 * seed + dist.get_rank(), delayed=0.2, longest_ms=1)
+    if patch is not None:
+        patch()
+    torch.manual_seed(0)
+    net = Net().to(device)
+    model = wrap(net, views, backend)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    batches = [batch(step, dist.get_rank()).to(device) for step in range(STEPS)]
+    torch.accelerator.synchronize()
+    make_late(late)
+    copies = []
+    for own in batches:
+        optimizer.zero_grad()
+        model(own).square().mean().backward()
+        copies.append([param.grad.clone() for param in net.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+    assert len(model.stats()["bucket_sizes"]) > 2  # type: ignore[arg-type]
+    copies.append([param.detach() for param in net.parameters()])
+    found = [[value.cpu() for value in values] for values in copies]
+    torch.accelerator.synchronize()
+    return found
+
+
+def assert_right(found: list[list[Tensor]]) -> None:
+    for values, wanted in zip(found, reference(), strict=True):
+        for value, expected in zip(values, wanted, strict=True):
+            torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", ["at random", "compute", "communication"])
+@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+def test_gradients_are_the_mean_over_the_ranks(views: bool, backend: Backend, late: str) -> None:
+    for found in run_ranks(_train, views, backend, late, 1):
+        assert_right(found)
+
+
+# ---------------------------------------------------------------------- each wait is needed
+
+
+def _no_wait_before_communication() -> None:
+    stream_module.DeviceStream.after_compute = stream_module.DeviceStream.context  # type: ignore[method-assign]
+
+
+def _no_wait_after_communication() -> None:
+    stream_module.DeviceStream.join = lambda self: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize(
+    ("patch", "late"), [(_no_wait_before_communication, "compute"), (_no_wait_after_communication, "communication")]
+)
+def test_leaving_out_a_wait_gives_wrong_gradients(patch: Callable[[], None], late: str, views: bool) -> None:
+    right = 0
+    for found in run_ranks(_train, views, "python", late, 1, patch):
+        try:
+            assert_right(found)
+        except AssertionError:
+            continue
+        right += 1
+    assert right < RANKS
+
+
+# ---------------------------------------------------------------------- the host
+
+
+def _queue_steps(backend: Backend, hook: str | None) -> list[float]:
+    device = sim.join_world(delayed=0)
+    net = Net().to(device)
+    model = wrap(net, True, backend, comm_hook=hook)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    own = batch(0, dist.get_rank()).to(device)
+
+    def step(watched: AbstractContextManager[None]) -> float:
+        torch.accelerator.synchronize()
+        dist.barrier()
+        with watched:
+            sim.sleep(600)
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            model(own).square().mean().backward()
+            optimizer.step()
+            return time.perf_counter() - began
+
+    for _ in range(3):  # learns the order of the buckets
+        step(nullcontext())
+    return [step(sim.no_host_waits()) for _ in range(2)]
+
+
+@pytest.mark.parametrize("backend", ["python", "native"])
+def test_a_whole_step_is_queued_behind_a_slow_kernel(backend: Backend) -> None:
+    for seconds in run_ranks(_queue_steps, backend, None):
+        assert min(seconds) < 0.06
