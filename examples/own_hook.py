@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from digits import DigitsData, DigitsModel
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_ddp_hooks import DDPHooksStrategy, GradBucket
-from lightning_ddp_hooks.hooks import BindContext, BoundHook, CommHook, ErrorMemory, Phases
+from lightning_ddp_hooks.hooks import BindContext, BoundHook, CommHook, ErrorFeedback, Phases, requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,36 +29,40 @@ class InTurns(CommHook):
     def bind(self, context: BindContext) -> BoundHook:
         return BoundInTurns(self, context)
 
+    def replicas_differ_from(self) -> None:
+        return None  # never: all processes get the same sum
+
 
 class BoundInTurns(BoundHook):
-    """The hook at work: it knows its group, and remembers what it has not sent."""
+    """The hook at work: it asks for sums, and remembers what it has not sent."""
 
     name = "InTurns"
+    keeps_state = True  # what it sends depends on earlier gradients
 
     def __init__(self, declared: InTurns, context: BindContext) -> None:
         self._parts, self._context = declared.parts, context
-        self._memory = ErrorMemory()  # by name of parameter: buckets may change, and runs may be resumed
+        self._feedback = ErrorFeedback()  # by name of parameter: buckets may change, and runs may be resumed
 
     def reduce(self, bucket: GradBucket) -> Phases:
-        buffer, owed = bucket.buffer(), self._memory.of(bucket)
+        buffer, owed = bucket.buffer(), self._feedback.of(bucket)
         owed += buffer
         turn = self._context.step() % self._parts
         mine = slice(turn * len(owed) // self._parts, (turn + 1) * len(owed) // self._parts)
         sent = owed[mine].to(buffer.dtype, copy=True)
         owed[mine] -= sent  # in 16 bits the rounding is owed, too
-        yield dist.all_reduce(sent, group=self._context.group, async_op=True)  # the backward goes on meanwhile
+        total = yield requests.AllReduce(sent)  # the backward goes on meanwhile
         buffer.zero_()
-        buffer[mine] = sent / bucket.divisor
+        buffer[mine] = total / bucket.divisor
         return None  # the result is in the bucket
 
     def state_dict(self) -> dict[str, Any]:
-        return self._memory.state_dict(self._context.control_group)
+        return self._feedback.state_dict(self._context.control_group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memory.load_state_dict(state)
+        self._feedback.load_state_dict(state)
 
     def rescale(self, factor: float) -> None:  # a GradScaler has changed the scale of the loss
-        self._memory.rescale(factor)
+        self._feedback.rescale(factor)
 
 
 if __name__ == "__main__":

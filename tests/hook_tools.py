@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.hooks import BlockQuantize, OneBit
+from lightning_ddp_hooks.hooks.chunks import Chunks
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
+from lightning_ddp_hooks.hooks.kernels import Int8Codec, SignCodec
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue
@@ -96,6 +99,13 @@ def require_plain(value: object, where: str = "state") -> None:
             require_plain(item, f"{where}[{position}]")
     elif value is not None and type(value) not in (Tensor, str, int, float, bool):
         raise TypeError(f"{where} is a {type(value).__name__}.")
+
+
+def block_hook_bytes(hook: BlockQuantize | OneBit, numel: int, world_size: int) -> int:
+    """How many bytes a rank sends to others for a bucket, in both stages."""
+    one_bit = isinstance(hook, OneBit)
+    chunks = Chunks.build(numel, world_size, hook.block_size)
+    return 2 * (world_size - 1) * chunks.message_bytes(SignCodec() if one_bit else Int8Codec())
 
 
 def count_wire_bytes(action: Callable[[], Any]) -> int:

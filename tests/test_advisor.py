@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hook_tools import block_hook_bytes
 
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
@@ -171,8 +172,8 @@ def test_hooks_cost_what_they_are_known_to_send_at_any_world_size() -> None:
     assert [cost.phases[0].nbytes for cost in costs] == [4 * numel[2], 4 * (numel[0] + numel[1])]
     assert (sent("allreduce", 25.0), memory) == (2 * 15 * 4 * sum(numel) // 16, 0)
     assert sent("bf16", 25.0) == 15 * 4 * sum(numel) // 16
-    assert sent("int8", 0.5) == sum(BlockQuantize().wire_bytes(n, 16) for n in (numel[2], numel[0] + numel[1]))
-    assert sent("onebit", 0.5) == sum(OneBit().wire_bytes(n, 16) for n in (numel[2], numel[0] + numel[1]))
+    assert sent("int8", 0.5) == sum(block_hook_bytes(BlockQuantize(), n, 16) for n in (numel[2], numel[0] + numel[1]))
+    assert sent("onebit", 0.5) == sum(block_hook_bytes(OneBit(), n, 16) for n in (numel[2], numel[0] + numel[1]))
     low_rank = 4 * (4 * (256 + 512) + 4 * (1024 + 256) + 512)
     assert sent("powersgd-4", 25.0) == pytest.approx(sent_by_rank("all_reduce", low_rank, 16), rel=0.01)
     # Error feedback keeps a gradient and, at the second stage, a sixteenth of one, besides messages.

@@ -4,6 +4,7 @@ import io
 import pickle
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,22 +13,33 @@ import torch.distributed as dist
 from hook_tools import Rig, count_wire_bytes, exact_mean, gradients_of, require_plain
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_hooks import DataParallel
 from lightning_ddp_hooks.hooks import (
+    AllReduce,
+    BindContext,
     BlockQuantize,
+    BoundHook,
     Cast,
     CommHook,
+    Noop,
     PerParameter,
+    PostLocalSGD,
     PowerSGD,
     Rule,
     Schedule,
     Stage,
+    TopK,
     TorchDDPState,
+    TorchHook,
     allreduce_hook,
+    noop_hook,
+    post_local_sgd_hook,
     run_on_torch_ddp,
 )
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, resolve_hook
 
 RANK_1 = PowerSGD(start_iter=0)
 BY_SHAPE = PerParameter([Rule(RANK_1, ndim=2, min_numel=300), Rule("bf16", pattern="*0*")], default="allreduce")
@@ -251,3 +263,68 @@ def load_other_children() -> str:
 @pytest.mark.ranks
 def test_the_state_of_other_parts_is_refused() -> None:
     assert run_ranks(load_other_children, world_size=1) == ["refused"]
+
+
+# ---------------------------------------------------------------------------------------- facts
+
+
+class Unknown(CommHook):
+    """A hook of a user's, who does not say what it does."""
+
+    def bind(self, context: BindContext) -> BoundHook:
+        raise NotImplementedError
+
+
+def local_function(state: object, bucket: object) -> object:
+    return bucket
+
+
+@pytest.mark.parametrize(
+    ("hook", "step"),
+    [
+        *(
+            (resolve_hook(name), None)
+            for name in sorted(SHORT_NAMES)
+            if name not in ("allreduce", "noop", "post_local_sgd")
+        ),
+        (Noop(), 0),
+        (Unknown(), 0),
+        (PostLocalSGD(start_local_sgd_iter=7), 7),
+        (Cast(PostLocalSGD(start_local_sgd_iter=7), "float16"), 7),
+        (Cast(), None),
+        (PerParameter([Rule("powersgd", ndim=2)], default="fp16"), None),
+        (PerParameter([Rule(PostLocalSGD(start_local_sgd_iter=7), ndim=2)], default=Unknown()), 0),
+        (Schedule([Stage(5, "noop")]), 5),
+        (Schedule([Stage(3, "bf16"), Stage(9, PostLocalSGD(start_local_sgd_iter=20))]), 20),
+        (Schedule([Stage(0, PostLocalSGD(start_local_sgd_iter=20)), Stage(9, "bf16")]), None),
+        (TorchHook(hook=allreduce_hook), None),
+        (TorchHook(hook=torch_hooks.fp16_compress_hook), None),
+        (TorchHook(hook=noop_hook), 0),
+        (TorchHook(hook=local_function), 0),
+        (TorchHook(hook=post_local_sgd_hook, state=SimpleNamespace(start_local_sgd_iter=4)), 4),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_hook_says_from_which_step_replicas_may_differ(hook: CommHook, step: int | None) -> None:
+    assert hook.replicas_differ_from() == step
+
+
+def who_keeps_state() -> dict[str, bool]:
+    hooks: dict[str, Any] = {
+        **{name: name for name in SHORT_NAMES if name != "allreduce"},
+        "int8 without memory": BlockQuantize(error_feedback=False),
+        "topk without memory": TopK(error_feedback=False),
+        "cold powersgd": PowerSGD(error_feedback=False, warm_start=False),
+        "cast": Cast("topk", "float16"),
+        "some": PerParameter([Rule("int8", ndim=2)]),
+        "none": Schedule([Stage(0, "bf16"), Stage(5, "quantize_per_tensor")]),
+        "known function": (None, allreduce_hook),
+        "function": (None, local_function),
+    }
+    return {name: Rig(resolve_hook(hook) or AllReduce(), [8]).bound.keeps_state for name, hook in hooks.items()}
+
+
+@pytest.mark.ranks
+def test_a_hook_says_whether_it_keeps_state() -> None:
+    kept = {name for name, keeps in run_ranks(who_keeps_state)[0].items() if keeps}
+    assert kept == {"powersgd", "batched_powersgd", "int8", "fp8", "onebit", "topk", "cast", "some", "function"}

@@ -15,7 +15,6 @@ from lightning_ddp_hooks.hooks.stages import (
     NativeKernels,
     Residuals,
     StageBuffers,
-    TorchKernels,
     TwoStageKernels,
     choose_kernels,
 )
@@ -55,7 +54,7 @@ def test_native_gives_what_torch_gives(make: type[BlockCodec], feedback: bool) -
         gradient = torch.randn(numel) * torch.logspace(-25, 25, numel)
         for rank in (0, 2):
             ours = run(NativeKernels(make(), build.load()), make(), gradient, feedback, rank)
-            reference = run(TorchKernels(make()), make(), gradient, feedback, rank)
+            reference = run(TwoStageKernels(make()), make(), gradient, feedback, rank)
             for name, tensor in reference.items():
                 if make is not SignCodec:
                     assert torch.equal(ours[name], tensor), (name, numel)
@@ -72,7 +71,7 @@ def test_native_shows_a_bad_value_and_leaves_the_residuals_alone(make: type[Bloc
     gradient[130] = bad
     torch.manual_seed(1)
     worker, server = torch.randn(1000), torch.randn(Chunks.build(1000, 3, 64).count(0))
-    for stages in (NativeKernels(make(), build.load()), TorchKernels(make())):
+    for stages in (NativeKernels(make(), build.load()), TwoStageKernels(make())):
         found = run(stages, make(), gradient, True, 0)
         assert not found["mean"][128:192].isfinite().any()
         assert torch.equal(found["worker"], worker)
@@ -86,7 +85,7 @@ def test_what_native_cannot_take_goes_through_torch() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         gradient = torch.randn(500).to(dtype)
         ours = run(NativeKernels(codec, build.load()), codec, gradient, True, 1)
-        reference = run(TorchKernels(codec), codec, gradient, True, 1)
+        reference = run(TwoStageKernels(codec), codec, gradient, True, 1)
         for name, tensor in reference.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
 
@@ -94,7 +93,7 @@ def test_what_native_cannot_take_goes_through_torch() -> None:
 def test_without_the_native_module_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages_module.build, "is_built", lambda: False)
     monkeypatch.setattr(stages_module, "_native", stages_module._native.__wrapped__)
-    assert isinstance(choose_kernels(Int8Codec()), TorchKernels)
+    assert type(choose_kernels(Int8Codec())) is TwoStageKernels
 
 
 @pytest.mark.gpu
@@ -103,8 +102,8 @@ def test_a_device_gives_what_the_cpu_gives(make: type[BlockCodec]) -> None:
     for numel in (9, 30_000):
         gradient = torch.randn(numel)
         for rank in (0, 2):
-            reference = run(TorchKernels(make()), make(), gradient, False, rank)
-            there = run(TorchKernels(make()), make(), gradient.cuda(), False, rank)
+            reference = run(TwoStageKernels(make()), make(), gradient, False, rank)
+            there = run(TwoStageKernels(make()), make(), gradient.cuda(), False, rank)
             # A device divides and adds in its own order: a value next to a tie may get the neighbouring code.
             step = 0.1 * float(gradient.abs().max()) if make is not SignCodec else 1e-5
             torch.testing.assert_close(there["mean"].cpu(), reference["mean"], rtol=1e-5, atol=step)

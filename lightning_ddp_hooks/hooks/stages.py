@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,42 +36,8 @@ class Residuals(NamedTuple):
     server: Tensor
 
 
-class TwoStageKernels(Protocol):
-    """The three steps; `TorchKernels` says what each computes."""
-
-    def encode(
-        self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
-    ) -> None:
-        """Quantise the bucket into ``buffers.sent``."""
-        ...
-
-    def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
-        """Sum what ``buffers.received`` holds into ``buffers.sum``, and quantise that into ``buffers.answer``."""
-        ...
-
-    def finish(
-        self,
-        buffers: StageBuffers,
-        rank: int,
-        gradient: Tensor,
-        factor: float,
-        residuals: Residuals | None,
-        update: ResidualUpdate,
-    ) -> None:
-        """Update the residuals, and overwrite ``gradient`` with ``factor`` times all sums."""
-        ...
-
-    def free_scratch(self) -> None:
-        """Free the scratch memory, whose size was that of the largest bucket so far."""
-        ...
-
-
-class TorchKernels:
-    """The stages in torch operations: on any device, for any dtype, with or without noise.
-
-    Args:
-        codec: How blocks become bytes.
-    """
+class TwoStageKernels:
+    """The three steps in torch operations: on any device, for any dtype, with or without noise."""
 
     def __init__(self, codec: BlockCodec) -> None:
         self._codec = codec
@@ -80,7 +46,7 @@ class TorchKernels:
     def encode(
         self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
     ) -> None:
-        """Quantise gradient + residual."""
+        """Quantise gradient + residual into ``buffers.sent``."""
         numel = buffers.chunks.numel
         values = self._values(buffers)
         flat = values.view(-1)
@@ -92,7 +58,7 @@ class TorchKernels:
         self._codec.encode_(values, buffers.sent.scales, buffers.sent.codes, noise=noise, numel=numel)
 
     def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
-        """Sum in the order of ranks; quantise sum + residual."""
+        """Sum ``buffers.received`` in the order of ranks; quantise sum + residual into ``buffers.answer``."""
         count = buffers.chunks.count(rank)
         values = self._values(buffers)
         self._codec.decode(buffers.received.scales, buffers.received.codes, values)
@@ -115,7 +81,7 @@ class TorchKernels:
         residuals: Residuals | None,
         update: ResidualUpdate,
     ) -> None:
-        """Update both residuals if all sums are finite; decode."""
+        """Update both residuals if all sums are finite; overwrite ``gradient`` with ``factor`` times all sums."""
         numel, count = buffers.chunks.numel, buffers.chunks.count(rank)
         finite = buffers.received.scales.isfinite().all()  # the same bytes, hence the same answer, on all ranks
         update.count(finite)
@@ -130,7 +96,7 @@ class TorchKernels:
         torch.mul(flat[:numel], factor, out=gradient)
 
     def free_scratch(self) -> None:
-        """Free the scratch memory."""
+        """Free the scratch memory, whose size was that of the largest bucket so far."""
         self._scratch.clear()
 
     def _values(self, buffers: StageBuffers) -> Tensor:
@@ -143,30 +109,26 @@ class TorchKernels:
         return scratch[:needed].view(chunks.world_size, chunks.blocks, chunks.block)
 
 
-class NativeKernels:
-    """The stages in C++, each in one pass over memory: for float32 on the CPU without noise.
+class NativeKernels(TwoStageKernels):
+    """The steps in C++, each in one pass over memory; what is not float32 on the CPU without noise is left to torch.
 
-    int8 and fp8 give the bits that `TorchKernels` gives; with one bit the scales may differ in the last bit, since the
-    magnitudes are added in another order. What is not float32 on the CPU goes to `TorchKernels`.
-
-    Args:
-        codec: How blocks become bytes.
-        native: Compiled module.
+    int8 and fp8 give the same bits; with one bit the scales may differ in the last bit, since the magnitudes are added
+    in another order.
     """
 
     def __init__(self, codec: BlockCodec, native: ModuleType) -> None:
+        super().__init__(codec)
         self._encode = getattr(native, f"encode_{codec.name}")
         self._add_up = getattr(native, f"add_up_{codec.name}")
         self._carry_over = getattr(native, f"carry_over_{codec.name}")
         self._decode = getattr(native, f"decode_{codec.name}")
-        self._torch = TorchKernels(codec)
 
     def encode(
         self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
     ) -> None:
         """Quantise gradient + residual."""
         if noise is not None or not _suits(gradient):
-            self._torch.encode(buffers, gradient, residuals, noise)
+            super().encode(buffers, gradient, residuals, noise)
             return
         worker = None if residuals is None else residuals.worker
         self._encode(gradient, worker, buffers.sent.bytes, buffers.chunks.blocks, buffers.chunks.block)
@@ -174,13 +136,13 @@ class NativeKernels:
     def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
         """Sum in the order of ranks; quantise sum + residual."""
         if noise is not None or not buffers.sum.is_cpu:
-            self._torch.add_up(buffers, rank, residuals, noise)
+            super().add_up(buffers, rank, residuals, noise)
             return
         server = None if residuals is None else residuals.server
         chunks = buffers.chunks
-        count = chunks.count(rank)
         self._add_up(
-            buffers.received.bytes, server, count, buffers.sum, buffers.answer.bytes, chunks.blocks, chunks.block
+            *(buffers.received.bytes, server, chunks.count(rank), buffers.sum, buffers.answer.bytes),
+            *(chunks.blocks, chunks.block),
         )
 
     def finish(
@@ -194,7 +156,7 @@ class NativeKernels:
     ) -> None:
         """Update both residuals if all sums are finite; decode."""
         if not _suits(gradient):
-            self._torch.finish(buffers, rank, gradient, factor, residuals, update)
+            super().finish(buffers, rank, gradient, factor, residuals, update)
             return
         finite = buffers.received.scales.isfinite().all()
         update.count(finite)
@@ -205,19 +167,15 @@ class NativeKernels:
             self._carry_over(buffers.sent.bytes, gradient, residuals.worker, blocks, block)
         self._decode(buffers.received.bytes, factor, gradient, blocks, block)
 
-    def free_scratch(self) -> None:
-        """Free the scratch memory of what was left to torch."""
-        self._torch.free_scratch()
-
 
 def _suits(gradient: Tensor) -> bool:
     return gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous()
 
 
 def choose_kernels(codec: BlockCodec) -> TwoStageKernels:
-    """Return the stages in C++ if the native module is built, else those in torch. Ranks need not choose alike."""
+    """Return the steps in C++ if the native module is built, else those in torch. Ranks need not choose alike."""
     native = _native()
-    return TorchKernels(codec) if native is None else NativeKernels(codec, native)
+    return TwoStageKernels(codec) if native is None else NativeKernels(codec, native)
 
 
 @cache

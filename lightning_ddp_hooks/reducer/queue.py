@@ -98,6 +98,8 @@ class CollectiveQueue:
         self._round: list[InFlightBucket] = []
         self._status: Tensor | None = None
         self._status_work: comm.Work | None = None
+        self._later_status: Tensor | None = None
+        self._silent = False  # until a round has shown it
         self.all_launched = False
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
@@ -170,13 +172,22 @@ class CollectiveQueue:
                 continue
             blocked.block()
 
-    def send_status(self, slot: Tensor, *, travels_along: bool) -> None:
+    @property
+    def is_silent(self) -> bool:
+        """Whether no round so far had collectives of the hook's, as with functions that issue theirs by themselves."""
+        return self._silent
+
+    def send_status(self, slot: Tensor, *, travels_along: bool, later: bool = False) -> None:
         """Sum a status over the ranks; called once a round, at the same place of its order on all ranks.
 
         Args:
             slot: The status; overwritten by the sum if it travels along.
             travels_along: Whether a collective that was just issued takes it along.
+            later: Send it only when it is waited for, behind all buckets.
         """
+        if later:
+            self._later_status = slot
+            return
         if travels_along:
             self._status = slot
             return
@@ -190,6 +201,9 @@ class CollectiveQueue:
 
     def wait_for_status(self) -> Tensor:
         """Wait for the sum of the status that was sent in this round."""
+        if self._later_status is not None:
+            slot, self._later_status = self._later_status, None
+            self.send_status(slot, travels_along=False)
         if self._status_work is not None:
             self._status_work.wait()
             self._status_work = None
@@ -199,6 +213,7 @@ class CollectiveQueue:
     def end_round(self) -> None:
         """Let go of the buckets, and make lanes that were missing; collective where some were."""
         self.forget()
+        self._silent = not self._stages
         if self.at_once:
             return
         for subgroup, lanes in self._lanes.items():  # in an order that is the same on all ranks
@@ -209,7 +224,7 @@ class CollectiveQueue:
     def forget(self) -> None:
         """Let go of the buckets of the round, also of those in flight."""
         self._round = []
-        self._status = self._status_work = None
+        self._status = self._status_work = self._later_status = None
         self.all_launched = False
 
     def close(self) -> None:
@@ -352,7 +367,8 @@ class InFlightBucket:
                 self._issued = self._queue.issue(request, self.stages, storage)
             if not isinstance(request, requests.Wait):
                 self.stages += 1
-            self._send_status(travels_along=takes_along(request, storage))
+            if self._status_is_in_order():
+                self._send_status(travels_along=takes_along(request, storage))
             if self.on_collective is not None and self.collective is not None:
                 self.on_collective(self.collective)
             if self._queue.at_once:  # whether a device is done yet must not decide what comes next
@@ -393,11 +409,16 @@ class InFlightBucket:
         if self.finished and self.on_finished is not None:
             self.on_finished()
 
+    def _status_is_in_order(self) -> bool:
+        """Tell whether a status that is sent now has the same place among the collectives on all ranks."""
+        # A bucket without collectives, such as one that only waits for a handle, goes on at any time.
+        return self.stages > 0 or self._queue.at_once or self._queue.is_silent
+
     def _send_status(self, *, travels_along: bool = False) -> None:
         slot, self._unsent_status = self._unsent_status, None
         if slot is not None:
             with torch.no_grad():
-                self._queue.send_status(slot, travels_along=travels_along)
+                self._queue.send_status(slot, travels_along=travels_along, later=not self._status_is_in_order())
 
     def wait(self) -> Tensor:
         """Block until the bucket is reduced; return the reduced values, which may lie in the bucket's own buffer."""

@@ -36,7 +36,7 @@ from trainer_runs import (
 )
 
 from lightning_ddp_hooks import DDPHooksStrategy, GradBucket
-from lightning_ddp_hooks.hooks import CommHook
+from lightning_ddp_hooks.hooks import CommHook, requests
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook
 
 pytestmark = [pytest.mark.ranks, pytest.mark.trainer]
@@ -648,7 +648,7 @@ class _BoundRecorder(BoundHook):
 
     def reduce(self, bucket: GradBucket) -> Iterator[Any]:
         self.steps.append(self._context.step())
-        yield dist.all_reduce(bucket.buffer(), group=self._context.group, async_op=True)
+        yield requests.AllReduce(bucket.buffer())
         return bucket.buffer() / bucket.divisor
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fabric_runs import make_fabric, make_model, sgd, train
+from hook_tools import block_hook_bytes
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -107,7 +108,7 @@ def test_a_trainer_says_once_what_a_step_sends(tmp_path: Path) -> None:
         assert plain == f"{4 * sum(params) / 1024:.2f} KiB"
         return int(step), float(sent) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit]
 
-    int8 = BlockQuantize().wire_bytes(sum(params), 2)
+    int8 = block_hook_bytes(BlockQuantize(), sum(params), 2)
     silent = ("mean", "too late", "ends meanwhile", "monitor", "function", "noop", "averager", "raises")
     assert {name: first[name] for name in silent} == {name: [] for name in silent}
     for name, at, expected in (
