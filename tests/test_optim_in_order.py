@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
-from lightning_ddp_hooks.optim.sharding import ParameterExchange, ShardAssignment
+from lightning_ddp_hooks.optim.sharding import ShardAssignment
 from lightning_ddp_hooks.reducer import queue, requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
@@ -133,7 +133,7 @@ def _exchange() -> tuple[list[torch.Tensor], dict[str, int]]:
     shards.assign([[param] for param in params])
     counter = traffic.ByteCounter()
     comm.count_bytes(counter)
-    queue.carry_out(ParameterExchange(shards).send(params, key=0), comm.new_group(comm.resolve_group(None)))
+    queue.carry_out(shards.send(params, key=0), comm.new_group(comm.resolve_group(None)))
     comm.stop_counting(counter)
     owners = [float(shards.owner(param)) for param in params]
     for param, owner in zip(params, owners, strict=True):

@@ -136,6 +136,7 @@ class _BoundStep(BoundHook):
         self.takes_divided = self._inner.takes_divided
         self.one_at_a_time = self._inner.one_at_a_time
         self.carries_tail = inner is None
+        self.keeps_state = True  # what was stepped before an error broke the backward off is not undone
         self._settings = settings
         self._context = context
         self._backward = self._last_index = -1

@@ -64,7 +64,7 @@ class PartialStepper:
             return
         chosen = [groups[position] for position in sorted(parts)]
         whole = [group["params"] for group in chosen]
-        before = _Values(self.optimizer, chosen) if self.advances and not last else None
+        restore = _restorer(self.optimizer, chosen) if self.advances and not last else None
         try:
             for position, group in zip(sorted(parts), chosen, strict=True):
                 group["params"] = parts[position]
@@ -75,30 +75,28 @@ class PartialStepper:
             self.optimizer.param_groups = groups
             for group, every in zip(chosen, whole, strict=True):
                 group["params"] = every
-        if before is not None:
-            before.restore()
+        if restore is not None:
+            restore()
 
 
-class _Values:
-    """What the groups and the optimizer hold beside parameters."""
+def _restorer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Callable[[], None]:
+    """Return what brings all that groups and optimizer hold beside parameters back to what it is now."""
+    numbers, values = numbers_of(optimizer), [values_of(group) for group in groups]
 
-    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        self._optimizer = optimizer
-        self._numbers = numbers_of(optimizer)
-        self._groups = [(group, values_of(group)) for group in groups]
-
-    def restore(self) -> None:
-        for name in numbers_of(self._optimizer).keys() - self._numbers.keys():
-            delattr(self._optimizer, name)
-        vars(self._optimizer).update(self._numbers)
-        for group, values in self._groups:
-            for name in group.keys() - values.keys() - {"params"}:
+    def restore() -> None:
+        for name in numbers_of(optimizer).keys() - numbers.keys():
+            delattr(optimizer, name)
+        vars(optimizer).update(numbers)
+        for group, before in zip(groups, values, strict=True):
+            for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
-            for name, value in values.items():
+            for name, value in before.items():
                 if isinstance(value, Tensor) and isinstance(group[name], Tensor):
                     group[name].copy_(value)  # others may hold the tensor itself, such as a captured graph
                 else:
                     group[name] = value
+
+    return restore
 
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.optim.partial_step import PartialStepper
 from lightning_ddp_hooks.optim.separability import check_separable
-from lightning_ddp_hooks.optim.sharding import ParameterExchange, ShardAssignment
+from lightning_ddp_hooks.optim.sharding import ShardAssignment
 from lightning_ddp_hooks.optim.state import StateDict, gathered_state, part_of
 from lightning_ddp_hooks.reducer.queue import carry_out
 from lightning_ddp_hooks.reducer.requests import Request
@@ -57,7 +57,6 @@ class ShardedStep:
         self._group = group
         self._sharded = group is not None
         self._shards = shards
-        self._exchange = ParameterExchange(shards)
         self._stepper = PartialStepper(optimizer)
         check_separable(optimizer, self._stepper, sharded=self._sharded)
         self._done: set[Tensor] = set()
@@ -119,7 +118,7 @@ class ShardedStep:
     def send(self, params: Sequence[Tensor], key: int) -> Generator[Request, Any, None]:
         """Request what brings parameters from their owners to all ranks; nothing where each rank steps them all."""
         if self._shards.world_size > 1:
-            yield from self._exchange.send(params, key)
+            yield from self._shards.send(params, key)
 
     def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""
@@ -169,7 +168,7 @@ class ShardedStep:
     def close(self) -> None:
         """Let go of the group and of memory for sending; `state_dict` and `load_state_dict` work on."""
         self._group = None
-        self._exchange = ParameterExchange(self._shards)
+        self._shards.workspace.clear()
 
     # ------------------------------------------------------------------ state
 

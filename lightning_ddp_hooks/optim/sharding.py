@@ -45,6 +45,9 @@ class ShardAssignment:
     Args:
         world_size: Number of ranks that share the parameters; 1 if each rank steps them all.
         rank: This rank.
+
+    Attributes:
+        workspace: Memory that small parameters travel in; may be cleared between two steps.
     """
 
     def __init__(self, world_size: int = 1, rank: int = 0) -> None:
@@ -52,6 +55,7 @@ class ShardAssignment:
         self.rank = rank
         self._loads = [0] * world_size
         self._owners: dict[Tensor, int] = {}
+        self.workspace = Workspace()
 
     def has(self, param: Tensor) -> bool:
         """Tell whether the parameter has an owner."""
@@ -85,37 +89,27 @@ class ShardAssignment:
             self._owners.update(dict.fromkeys(bundle, rank))
         return [param for bundle in fresh for param in bundle]
 
-
-class ParameterExchange:
-    """Broadcasts parameters from their owners.
-
-    Large parameters travel as they lie in memory; small ones of one owner and dtype travel together.
-    """
-
-    def __init__(self, assignment: ShardAssignment) -> None:
-        self._assignment = assignment
-        self._workspace = Workspace()
-
     def send(self, params: Iterable[Tensor], key: Hashable) -> Generator[Request, Any, None]:
         """Request what brings each parameter from its owner to all others, and put it in place.
 
-        Parameters come in the same order on all ranks; ``key`` tells exchanges apart that are in flight together.
+        Large parameters travel as they lie in memory; small ones of one owner and dtype travel together. They come in
+        the same order on all ranks; ``key`` tells exchanges apart that are in flight at the same time.
         """
         broadcasts: list[Request] = []
         received: list[tuple[list[Tensor], list[Tensor]]] = []
         small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         with _compat.span("ldh::exchange_parameters"):
             for param in params:
-                owner = self._assignment.owner(param)
+                owner = self.owner(param)
                 tensor = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
                 if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous():
                     broadcasts.append(requests.Broadcast(tensor, owner))
                 elif tensor.numel():
                     small.setdefault((owner, tensor.dtype, tensor.device), []).append(tensor)
             for (owner, dtype, device), tensors in small.items():
-                flat = self._workspace.get((key, owner), sum(t.numel() for t in tensors), dtype, device)
+                flat = self.workspace.get((key, owner), sum(t.numel() for t in tensors), dtype, device)
                 parts = _compat.unflatten(flat, tensors)
-                if owner == self._assignment.rank:
+                if owner == self.rank:
                     _compat.foreach_copy_(parts, tensors)
                 else:
                     received.append((tensors, parts))

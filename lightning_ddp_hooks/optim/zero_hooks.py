@@ -21,6 +21,7 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 ZeroHook = Callable[[Any, Any], Any]
+_Declare = Callable[[Any], CommHook | None]
 
 
 def hook_with_zero_step(
@@ -103,7 +104,7 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
     return made
 
 
-def _declaration(hook: Any) -> Callable[[Any], CommHook | None]:
+def _declaration(hook: Any) -> _Declare:
     """Return what makes a declaration of the hook and of the state that it is registered with."""
     if callable(hook) and not isinstance(hook, (CommHook, type)):
         return lambda state: TorchHook(hook=hook, state=state)
@@ -112,11 +113,7 @@ def _declaration(hook: Any) -> Callable[[Any], CommHook | None]:
 
 
 def _on_our_reducer(
-    declare: Callable[[Any], CommHook | None],
-    ddp: Any,
-    reducer: Reducer,
-    zero: ShardedOptimizer,
-    settings: OptimizerInHook,
+    declare: _Declare, ddp: Any, reducer: Reducer, zero: ShardedOptimizer, settings: OptimizerInHook
 ) -> ZeroHook:
     if not settings.shard_buckets:
         zero.sharded_step.bundles = lambda: bucket_bundles(reducer)
@@ -176,10 +173,7 @@ class _Ending:
 
 
 def _on_torch_ddp(
-    declare: Callable[[Any], CommHook | None],
-    ddp: DistributedDataParallel,
-    zero: ShardedOptimizer,
-    settings: OptimizerInHook,
+    declare: _Declare, ddp: DistributedDataParallel, zero: ShardedOptimizer, settings: OptimizerInHook
 ) -> ZeroHook:
     if ddp.find_unused_parameters:
         raise ValueError(

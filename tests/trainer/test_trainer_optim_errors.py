@@ -16,6 +16,7 @@ from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import ModelAveraging
 from lightning_ddp_hooks.hooks import PostLocalSGD, allreduce_hook
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.optim import OptimizerInHook
 
 pytestmark = [pytest.mark.trainer]
@@ -125,6 +126,20 @@ def test_the_strategy_checks_its_argument() -> None:
     averager = PeriodicModelAverager(period=2, warmup_steps=1)
     with pytest.raises(ValueError, match="`averager` lets each rank train for itself"):
         DDPHooksStrategy(optimizer_in_hook=TWO_PHASES, averager=averager)
+
+
+class Local(CommHook):
+    """A user's own hook that does not say whether ranks get the same."""
+
+    def bind(self, context: BindContext) -> BoundHook:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("settings", [OVERLAPPED, TWO_PHASES])
+def test_a_users_own_hook_must_say_that_ranks_get_the_same(settings: OptimizerInHook) -> None:
+    with pytest.raises(ValueError, match="Communication hook Local may leave ranks with different gradients"):
+        DDPHooksStrategy(comm_hook=Local(), optimizer_in_hook=settings)
+    DDPHooksStrategy(comm_hook=Local(), optimizer_in_hook=OptimizerInHook())
 
 
 def test_yaml_makes_the_settings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
