@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.bound import BoundAverager
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:

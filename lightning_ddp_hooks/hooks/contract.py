@@ -141,6 +141,13 @@ class CommHook(ABC):
             ValueError: what the hook cannot take: a world size, a dtype, a group specification.
         """
 
+    def replicas_differ_from(self) -> int | None:
+        """Return the first step from which replicas may differ; None if they never do."""
+        from lightning_ddp_hooks.hooks.alike import alike_until
+
+        step = alike_until(self)
+        return None if step == float("inf") else int(step)
+
     def inner_hooks(self) -> Sequence[Any]:
         """Return the hooks that it is composed of, as they were declared: short names too.
 
