@@ -42,8 +42,8 @@ class BoundAverager(ABC):
         self._ever_trainable = [param.requires_grad for param in context.params]
         if not any(self._ever_trainable):
             raise ValueError(
-                f"{type(settings).__name__} has nothing to average: none of the {len(context.params)} parameters of the "
-                "model is trainable. Leave out the averager, or unfreeze before the start what is to be trained."
+                f"{type(settings).__name__} has nothing to average: none of the model's {len(context.params)} "
+                "parameters is trainable. Leave out the averager, or unfreeze before the start what is to be trained."
             )
         self.settings = settings
         self.context = context
