@@ -145,7 +145,7 @@ class CommHook(ABC):
         """Return the first step from which replicas may differ; None if they never do."""
         from lightning_ddp_hooks.hooks.alike import alike_until
 
-        step = alike_until(self)
+        step = getattr(getattr(self, "state", None), "start_localSGD_iter", None) or alike_until(self)
         return None if step == float("inf") else int(step)
 
     def inner_hooks(self) -> Sequence[Any]:
