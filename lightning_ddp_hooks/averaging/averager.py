@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -91,7 +91,9 @@ class ModelAverager(ABC):
             ValueError: Settings that do not fit the number of ranks, or a model with nothing to train.
         """
 
-    # Plain PyTorch: the averager that the first call makes, or a state that awaits it, lies beside the settings.
+    # Plain PyTorch: the averager that the first call binds, and a state that waits for it.
+    _bound: ClassVar[BoundAverager | None] = None
+    _loaded: ClassVar[Mapping[str, Any]] = {}
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
         """Do what the schedule says for this step; call it on all ranks after each optimizer step.
@@ -106,12 +108,12 @@ class ModelAverager(ABC):
             ValueError: Other parameters than in the first call, or none to train.
         """
         given = list(_flat(params))
-        bound = self._bound_here()
+        bound = self._bound
         if bound is None:
             bound = self.bind(plain_context([str(index) for index in range(len(given))], given))
-            if "_loaded" in self.__dict__:
-                bound.load_state_dict(self.__dict__.pop("_loaded"))
-            self.__dict__["_bound"] = bound
+            if self._loaded:
+                bound.load_state_dict(self._loaded)
+            object.__setattr__(self, "_bound", bound)
         elif [id(param) for param in given] != [id(param) for param in bound.context.params]:
             raise ValueError(
                 f"Expected the {len(bound.context.params)} parameters of the first call, in their order, got "
@@ -122,31 +124,22 @@ class ModelAverager(ABC):
     @property
     def step(self) -> int:
         """Number of steps that `average_parameters` has seen."""
-        bound = self._bound_here()
-        return bound.step if bound is not None else int(self.__dict__.get("_loaded", {}).get("step", 0))
+        return int(self._loaded.get("step", 0)) if self._bound is None else self._bound.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `average_parameters` has built up; collective for some averagers."""
-        bound = self._bound_here()
-        return bound.state_dict() if bound is not None else dict(self.__dict__.get("_loaded", {}))
+        return dict(self._loaded) if self._bound is None else self._bound.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, also before the first call of `average_parameters`."""
-        bound = self._bound_here()
-        if bound is not None:
-            bound.load_state_dict(state)
+        if self._bound is None:
+            object.__setattr__(self, "_loaded", dict(state))
         else:
-            self.__dict__["_loaded"] = dict(state)
-
-    def _bound_here(self) -> BoundAverager | None:
-        return self.__dict__.get("_bound")
+            self._bound.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle is the declaration alone: it goes to other processes, where other groups exist.
         return {name: value for name, value in self.__dict__.items() if name not in ("_bound", "_loaded")}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def plain_context(

@@ -39,13 +39,10 @@ class Averaging:
         averager: What the user declared.
         module: Model whose parameters are equal on all ranks now.
         optimizers: Returns the optimizers that train it.
-        group: Ranks that average; None for all. The averager makes groups of its own from it.
+        group: Ranks that average; None for all.
         hook: Hook that averages gradients, to be checked against the averager.
         before_eval: Whether the averaged model is put in place for evaluation.
         save_replicas: Whether checkpoints hold each rank's own model and optimizer state.
-
-    Raises:
-        ValueError: The averager does not fit the number of ranks, the model or the hook.
     """
 
     def __init__(
@@ -127,11 +124,7 @@ class Averaging:
 
     @torch.no_grad()
     def model_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a module's ``state_dict`` with the averaged model in it; the module stays as it is.
-
-        Args:
-            state_dict: Values that share memory with the module, as ``module.state_dict()`` returns it; any keys.
-        """
+        """Return a module's ``state_dict``, whose values share memory with it, with the averaged model in it."""
         if self.bound.replicas_equal or self._own:  # the module holds the averaged model
             return dict(state_dict)
         live = self.bound.model_tensors()
@@ -153,10 +146,8 @@ class Averaging:
     def state_dict(self, *, with_replicas: bool = True) -> dict[str, Any]:
         """Return the averager's state and, on rank 0, the replicas, for the checkpoint that rank 0 writes.
 
-        It consists of tensors, str, int, float, bool, None, list and dict only.
-
-        Args:
-            with_replicas: False leaves them out whatever the setting is (after the end, when they are equal).
+        It consists of tensors, str, int, float, bool, None, list and dict only. After the end, when replicas are equal,
+        they need not be saved whatever the setting is.
         """
         replicas = None
         if with_replicas and self._save_replicas and self.is_local:
@@ -179,10 +170,7 @@ class Averaging:
         """Go on from a checkpoint, whose model and optimizer state have been loaded already.
 
         At the same number of ranks each rank goes on as it was. At another one, or without replicas, all start from the
-        averaged model.
-
-        Raises:
-            ValueError: The state is damaged, or another averager's.
+        averaged model. A state that is damaged, or another averager's, raises ValueError.
         """
         require_sound(state, STATE_KEY)
         try:

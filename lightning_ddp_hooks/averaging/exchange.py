@@ -39,14 +39,7 @@ class _Sent(NamedTuple):
 
 
 class PseudoGradientExchange:
-    """Averages pseudo-gradients over the ranks; at most one exchange is in flight.
-
-    Args:
-        context: What the averager knows.
-        outer: Outer parameters, from which the parameters have moved away.
-        group: Ranks to average over; nothing else uses the group.
-        hook: Hook that compresses; None for the plain mean.
-        step: Returns the current step.
+    """Averages pseudo-gradients over a group that nothing else uses; at most one exchange is in flight.
 
     Attributes:
         hook: Hook at work; None for the plain mean.
@@ -93,14 +86,13 @@ class PseudoGradientExchange:
         assert not self.pending, "one exchange at a time"
         self.pending = True
         indices = [index for index in indices if self._params[index].numel()]
-        likes = {index: self._like(index) for index in indices}
-        keys = [(self._params[index].device, self._key(index)) for index in indices]
-        parts = assign_buckets([likes[index] for index in indices], [_BUCKET_BYTES], groups=keys)
+        likes = [self._like(index) for index in indices]
+        parts = assign_buckets(likes, [_BUCKET_BYTES], groups=[self._key(index) for index in indices])
         divisor = float(comm.world_size(self._group))
         with record_function("ldh::outer_send"), comm.counted_as("averaging"):
             for number, part in enumerate(parts):
                 positions = [indices[place] for place in part]
-                bucket = self._fill(positions, [likes[index] for index in positions])
+                bucket = self._fill(positions, [likes[place] for place in part])
                 names = tuple(self._names[index] for index in positions)
                 # The index names the bucket to a hook that keeps state for it: its first parameter is in no other.
                 view = GradBucket(bucket, positions[0], number == len(parts) - 1, names, divisor)
@@ -158,7 +150,8 @@ class PseudoGradientExchange:
         return bucket
 
     def _key(self, index: int) -> Hashable:
-        return None if self.hook is None else self.hook.group_of(self._names[index], self._params[index])
+        param = self._params[index]
+        return param.device, None if self.hook is None else self.hook.group_of(self._names[index], param)
 
     def _like(self, index: int) -> Tensor:
         """Return what has the pseudo-gradient's shape, strides and dtype: the parameter, unless it is a short float."""

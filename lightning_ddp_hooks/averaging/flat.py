@@ -38,11 +38,8 @@ class FlatMean:
     """Averages a fixed list of tensors over ranks, as often as asked.
 
     float16 and bfloat16 values travel and are summed as float32 and are rounded once, so that equal replicas stay as
-    they are and nothing overflows. Values are summed and then divided, for the same reason.
-
-    Args:
-        tensors: Floating-point or complex tensors, the same shapes and dtypes in the same order on all ranks.
-        chunk_bytes: Number of bytes that are sent at a time.
+    they are and nothing overflows. Values are summed and then divided, for the same reason. The tensors, floating point
+    or complex, have the same shapes and dtypes in the same order on all ranks.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -77,12 +74,7 @@ class FlatMean:
 
     @torch.no_grad()
     def run(self, group: comm.ProcessGroup, into: Sequence[Tensor] | None = None) -> None:
-        """Average over the ranks of ``group``; collective.
-
-        Args:
-            group: Ranks to average over.
-            into: Where the means go, shaped like the tensors; None writes them into the tensors themselves.
-        """
+        """Average over the ranks of ``group``, in place or into other tensors of the same shapes; collective."""
         targets = self._tensors if into is None else into
         in_flight: deque[tuple[_Chunk, comm.Work]] = deque()
 

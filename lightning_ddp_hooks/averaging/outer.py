@@ -18,11 +18,8 @@ from lightning_ddp_hooks.averaging.flat import wire_dtype
 class OuterModel:
     """Copies of parameters, by position; a parameter gets one once the ranks agree on its value.
 
-    float16 and bfloat16 parameters have float32 copies, since outer steps are small.
-
-    Args:
-        context: Names and parameters of the model.
-        device: Where the copies live; None for where the parameters live.
+    float16 and bfloat16 parameters have float32 copies, since outer steps are small. Without a ``device`` of their own
+    copies live where the parameters do.
     """
 
     def __init__(self, context: AveragingContext, device: torch.device | None = None) -> None:
@@ -50,11 +47,7 @@ class OuterModel:
         return {self._names[i]: value.detach().to("cpu", copy=True) for i, value in sorted(self.values.items())}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state_dict` returned.
-
-        Raises:
-            ValueError: Unknown name, or another shape.
-        """
+        """Take up what `state_dict` returned; raise ValueError for an unknown name or another shape."""
         positions = {name: index for index, name in enumerate(self._names)}
         self.values.clear()
         for name, value in state.items():

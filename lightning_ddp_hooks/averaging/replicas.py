@@ -70,11 +70,7 @@ def restore_replica(
     buffers: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Make this rank continue as the given replica.
-
-    Raises:
-        ValueError: Names, shapes or the number of optimizers differ.
-    """
+    """Make this rank continue as the given replica; raise ValueError if names, shapes or optimizers differ."""
     for kind, live in (("params", params), ("buffers", buffers)):
         for name, value in replica[kind].items():
             if name not in live or live[name].shape != value.shape:

@@ -35,24 +35,14 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True)
 class HierarchicalSchedule:
-    """Averages over groups of several sizes, larger ones more rarely; the largest period that divides the step decides.
+    """Averages over groups of several sizes; the largest period that divides the step decides."""
 
-    Attributes:
-        levels: Pairs of period and group size, both increasing.
-        warmup_steps: Steps before the first averaging.
-    """
-
-    levels: tuple[tuple[int, int], ...]
+    levels: tuple[tuple[int, int], ...]  # period and group size, both increasing
     warmup_steps: int = 0
 
     @classmethod
     def build(cls, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0) -> HierarchicalSchedule:
-        """Check a specification, period -> number of ranks in each group, and return the schedule.
-
-        Raises:
-            TypeError: Not a mapping of whole numbers.
-            ValueError: No period, numbers out of range or order, or groups that do not nest; with the numbers.
-        """
+        """Check a specification, period -> number of ranks in each group, and return the schedule."""
         require_int("warmup_steps", warmup_steps, 0)
         name = "period_group_size_dict"
         if not isinstance(period_group_size_dict, Mapping):
@@ -105,12 +95,7 @@ class FragmentSchedule:
         period 8, fragments 2, delay 1, W = 0
         step        0    1   2   3    4        5       ...  8        9       ...  12
                     all              send 0   land 0        send 1   land 1       send 0
-
-    Attributes:
-        period: Steps from one sending of a fragment to its next.
-        warmup_steps: Step at which the outer parameters begin as the mean of the replicas.
-        fragments: Number of parts that the model is cut into.
-        delay: Steps from sending to landing; meanwhile training goes on.
+    The outer parameters begin as the mean of the replicas at step W.
     """
 
     period: int
