@@ -189,15 +189,10 @@ class CollectiveQueue:
         """Tell whether there is a lane for the collectives of a stage."""
         return self._at_once or stage < len(self._lanes[subgroup])
 
-    def everybody_waits(self, for_whom: InFlightBucket) -> bool:
-        """Tell whether no bucket behind this one will issue anything unless this one goes on."""
-        earlier = _Earlier()
-        earlier.include(for_whom)
-        for other in self._round[self._round.index(for_whom) + 1 :]:
-            if other.is_waiting or (not other.finished and other.may_go_on(earlier)):
-                return False
-            earlier.include(other)
-        return self.all_launched
+    def everybody_waits(self, for_whom: InFlightBucket, stage: int) -> bool:
+        """Tell whether no bucket behind this one will issue anything before ``stage`` unless this one goes on."""
+        behind = self._round[self._round.index(for_whom) + 1 :]
+        return self.all_launched and all(other.finished or other.stands_at(stage) for other in behind)
 
     def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> _Issued:
         """Issue the collectives of a request.
@@ -286,6 +281,12 @@ class InFlightBucket:
         """Whether something that was issued for it has not been waited for."""
         return self._issued is not None
 
+    def stands_at(self, stage: int) -> bool:
+        """Tell whether it waits for its turn, or has issued as many collectives as ``stage``."""
+        return self._request is not None and (
+            isinstance(self._request, (requests.InOrder, requests.EndOfBackward)) or self.stages >= stage
+        )
+
     def may_go_on(self, earlier: _Earlier) -> bool:
         """Tell whether it can be moved on now without waiting, and in order."""
         if self._phases is None:
@@ -302,7 +303,7 @@ class InFlightBucket:
         lanes_there = all(self._queue.has_lane(part, self.stages) for part in _subgroups(request))
         if lanes_there:
             return earlier.stages > self.stages
-        return earlier.all_finished and self._queue.everybody_waits(self)
+        return earlier.all_finished and self._queue.everybody_waits(self, self.stages)
 
     def go_on(self) -> None:
         """Issue the request that is due, or resume the hook up to its next one."""
