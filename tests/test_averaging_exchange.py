@@ -126,3 +126,19 @@ def frozen_late():
 
 def test_a_model_that_is_frozen_later_is_averaged_all_the_same():
     assert run_ranks(frozen_late) == [0.5, 0.5]
+
+
+def begun_late():
+    """Begin after the warm-up, as a run that resumes without the averager's state, with more parts than tensors."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    bound = case.bind(DiLoCo(period=4, fragments=4, outer_lr=1.0, outer_momentum=0.0), model)
+    bound.step = 1
+    with torch.no_grad():
+        model.weight.fill_(comm.rank())
+    for _ in range(4):
+        bound.average_parameters()
+    return model.weight.tolist()
+
+
+def test_more_fragments_than_parameters_in_a_run_that_begins_late():
+    assert run_ranks(begun_late) == [[[0.5, 0.5]]] * 2

@@ -191,12 +191,12 @@ class _BoundDiLoCo(BoundAverager):
 
     def _outer_step(self) -> None:
         """Take the outer step with the pseudo-gradients that were sent, and hand its result to the replica."""
-        assert self._optimizer is not None
         means = self._exchange.take()
         for index, mean in means.items():
             value = self._outer.values[index]
             value.grad = mean.to(value.device)
-        self._optimizer.step()
+        if self._optimizer is not None:  # there is none yet if the first fragment of a run that begins late is empty
+            self._optimizer.step()
         for index in means:
             self._outer.values[index].grad = None
             self._outer.write(index, keep=self._diloco.blending)
