@@ -1,12 +1,20 @@
 """A small model with data by rank and step, trained locally on ranks or by a reference in one process."""
 
+import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.reducer import requests
+from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -78,3 +86,54 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert_close(a, b, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedMean(CommHook):
+    """The mean in several collectives, between which each rank takes its own time."""
+
+    form: Literal["scattered", "many", "ordered", "in pairs"] = "scattered"
+
+    def bind(self, context: BindContext) -> BoundHook:
+        return _BoundStagedMean(self.form, context)
+
+
+class _BoundStagedMean(BoundHook):
+    name = "StagedMean"
+
+    def __init__(self, form: str, context: BindContext) -> None:
+        self.form = form
+        self.random = random.Random(context.rank)
+        self.world_size = context.world_size
+        if form == "in pairs":
+            self.pair, self.across = context.subgroup([[0, 1], [2, 3]]), context.subgroup([[0, 2], [1, 3]])
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        buffer = bucket.buffer()
+        if self.form == "scattered":
+            padded = torch.zeros(-(-buffer.numel() // self.world_size) * self.world_size, dtype=buffer.dtype)
+            padded[: buffer.numel()] = buffer
+            part = yield requests.ReduceScatter(padded)
+            self._pause()
+            whole = yield requests.AllGather(part)
+            return whole[: buffer.numel()].div_(bucket.divisor)
+        if self.form == "many":
+            for part in buffer.chunk(7):
+                yield requests.AllReduce(part)
+                self._pause()
+        elif self.form == "ordered":
+            half = buffer.numel() // 2
+            yield requests.InOrder()
+            yield requests.AllReduce(buffer[:half])
+            self._pause()
+            yield requests.EndOfBackward()
+            yield requests.AllReduce(buffer[half:])
+        else:
+            yield requests.AllReduce(buffer, subgroup=self.pair)
+            self._pause()
+            yield requests.AllReduce(buffer, subgroup=self.across)
+        buffer.div_(bucket.divisor)
+        return None
+
+    def _pause(self) -> None:
+        time.sleep(self.random.random() / 500)

@@ -3,17 +3,17 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager, SlowMo
-from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
+from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule, replicas_should_be_identical
 from lightning_ddp_hooks.averaging.schedule import (
     FragmentSchedule,
     HierarchicalSchedule,
     PeriodicSchedule,
     split_fragments,
 )
-from lightning_ddp_hooks.hooks.function_hook import TorchHook
-from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
+from lightning_ddp_hooks.hooks import Cast, CommHook, Noop, PostLocalSGD, PowerSGD, TorchHook
 
 
 def test_periodic_averages_first_at_the_end_of_the_warm_up():
@@ -135,9 +135,56 @@ def test_a_hook_that_turns_to_subgroups_must_do_so_when_averaging_starts():
         hook_follows_schedule(averager, PostLocalSGD(start_local_sgd_iter=20, subgroup_size=2))
 
 
-def test_torchs_own_post_local_hook_is_checked_too():
-    class State:
-        start_localSGD_iter = 7
+@pytest.mark.parametrize("start", [0, 7])
+def test_torchs_own_post_local_hook_is_checked_too(start):
+    hook = TorchHook(hook=post_localSGD_hook, state=PostLocalSGDState(None, None, start))
+    assert hook_follows_schedule(PeriodicModelAverager(period=4, warmup_steps=start), hook)
+    with pytest.raises(ValueError, match=f"at step {start}: set both alike"):
+        hook_follows_schedule(PeriodicModelAverager(period=4, warmup_steps=3), hook)
 
-    with pytest.raises(ValueError, match="at step 7"):
-        hook_follows_schedule(PeriodicModelAverager(period=4), TorchHook(hook=print, state=State()))
+
+class Local(CommHook):
+    """A user's own hook, which averages everywhere up to step 5."""
+
+    def bind(self, context):
+        raise NotImplementedError
+
+    def replicas_differ_from(self):
+        return 5
+
+
+def test_a_users_own_hook_that_leaves_replicas_different_is_asked_from_which_step():
+    assert hook_follows_schedule(PeriodicModelAverager(period=4, warmup_steps=5), Local())
+    with pytest.raises(ValueError, match=r"from step 10 on .* the hook Local leaves the global mean .* at step 5"):
+        hook_follows_schedule(PeriodicModelAverager(period=4, warmup_steps=10), Local())
+    with pytest.raises(ValueError, match="but the hook Noop never does"):
+        hook_follows_schedule(PeriodicModelAverager(period=4, warmup_steps=10), Noop())
+
+
+def test_a_local_hook_from_step_0_goes_through_the_reducer_and_one_that_does_nothing_does_not():
+    averager = PeriodicModelAverager(period=4)
+    assert hook_follows_schedule(averager, Cast(PostLocalSGD(start_local_sgd_iter=0, subgroup_size=2), "float16"))
+    assert not hook_follows_schedule(averager, Noop())
+
+
+def test_of_a_function_nothing_is_known_so_that_it_goes_with_any_averager():
+    averager = PeriodicModelAverager(period=4, warmup_steps=10)
+    for hook in (TorchHook(hook=print), Cast(TorchHook(hook=print), "float16"), PowerSGD()):
+        assert not hook_follows_schedule(averager, hook)
+
+
+@pytest.mark.parametrize(
+    ("hook", "steps", "steps_if_asked"),
+    [
+        (None, 9, 9),
+        (PowerSGD(), 9, 9),
+        (Noop(), 0, 0),
+        (Local(), 5, 5),
+        (Cast(PostLocalSGD(start_local_sgd_iter=3), "float16"), 3, 3),
+        (TorchHook(hook=print), 0, 9),
+    ],
+)
+def test_up_to_which_step_replicas_should_be_identical(hook, steps, steps_if_asked):
+    for asked_for, last in ((False, steps), (True, steps_if_asked)):
+        found = [replicas_should_be_identical(step, hook, None, asked_for=asked_for) for step in range(10)]
+        assert found == [step <= last for step in range(10)]

@@ -20,6 +20,7 @@ AVERAGERS = {
     "slowmo": SlowMo(period=2, warmup_steps=1, optimizer_state="averaged"),
     "diloco": DiLoCo(period=3, warmup_steps=1, outer_device="cpu"),
     "streaming": DiLoCo(period=4, fragments=2, delay=2, blending=0.5),
+    "streaming hook": DiLoCo(period=4, fragments=2, delay=2, blending=0.5, comm_hook=case.StagedMean()),
 }
 
 
@@ -128,7 +129,7 @@ def test_another_number_of_ranks_goes_on_from_the_averaged_model(name):
     first, second = run_ranks(save_and_finish, AVERAGERS[name], 6)
     checkpoint, final = first
     case.assert_equal(final, second[1])  # the end of training leaves equal replicas
-    case.assert_close(checkpoint["state_dict"], final) if name != "streaming" else None
+    case.assert_close(checkpoint["state_dict"], final) if "streaming" not in name else None
     moments = [r["optimizers"][0][0]["exp_avg"] for r in checkpoint["averaging"]["replicas"]["ranks"]]
     results = run_ranks(load_and_go_on, AVERAGERS[name], checkpoint, 6, world_size=3)
     for loaded, found, after in results:
@@ -174,3 +175,14 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
         assert "Expected a ModelAverager, got str" in messages[2]
         assert "Expected the state of a PeriodicModelAverager, found that of a SlowMo" in messages[3]
         assert gradients == [(True, False), (False, False), (False, True)]
+
+
+def nothing_to_train(averager):
+    frozen = case.make_model().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"has nothing to average: none of the model's 8 parameters is trainable"):
+        case.bind(averager, frozen)
+
+
+@pytest.mark.parametrize("name", AVERAGERS)
+def test_a_model_with_nothing_to_train_is_refused_at_setup(name):
+    run_ranks(nothing_to_train, AVERAGERS[name])

@@ -1,29 +1,23 @@
-"""What a model averager is: the declaration, what it is bound to, and the averager at work.
+"""A model averager as a user declares it: picklable, keyword-only, without process group; and what it learns at setup.
 
-  * `ModelAverager`: what a user declares; picklable, keyword-only, without process group;
-  * `AveragingContext`: what it learns at setup;
-  * `BoundAverager`: the averager at work, with its groups, its step and its state.
-
-[Note: which parameters] Ranks must flatten the same tensors. Which gradients exist may differ from rank to rank, which
-parameters are trainable does not; and a parameter that was trainable once may have drifted. So the tensors are all
-parameters that have ever been trainable, in the order of the module.
+At setup it is bound to ranks and a model (bound.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.flat import FlatMean
-from lightning_ddp_hooks.averaging.optimizer_state import average_optimizer_state
 from lightning_ddp_hooks.averaging.schedule import require_int
-from lightning_ddp_hooks.hooks.state import whole_number
+
+if TYPE_CHECKING:
+    from lightning_ddp_hooks.averaging.bound import BoundAverager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +25,20 @@ class AveragingContext:
     """What an averager learns at setup.
 
     Attributes:
-        group: the ranks to average over; the averager makes groups of its own from it.
-        control_group: a CPU (gloo) group over the same ranks, for setup, checkpoints and small exchanges.
-        names: of the parameters, in an order that is the same on all ranks.
-        params: the parameters themselves, also frozen ones.
-        buffers: returns the module's buffers as they are now (a module may replace one by a new tensor).
-        optimizers: returns the optimizers that train the parameters.
-        new_group: makes one more group over the ranks of the given one; collective.
+        group: Ranks to average over; the averager makes groups of its own from it.
+        control_group: CPU (gloo) group over the same ranks, for setup, checkpoints and small exchanges.
+        names: Names of the parameters, in an order that is the same on all ranks.
+        params: The parameters themselves, also frozen ones.
+        buffers: Returns the module's buffers as they are now (a module may replace one by a new tensor).
+        optimizers: Returns the optimizers that train the parameters.
     """
 
     group: comm.ProcessGroup
     control_group: comm.ProcessGroup
     names: Sequence[str]
     params: Sequence[nn.Parameter]
-    buffers: Callable[[], Sequence[Tensor]] = field(default=tuple)
-    optimizers: Callable[[], Sequence[Optimizer]] = field(default=tuple)
-    new_group: Callable[[comm.ProcessGroup], comm.ProcessGroup] = field(default=comm.new_group)
+    buffers: Callable[[], Sequence[Tensor]] = tuple
+    optimizers: Callable[[], Sequence[Optimizer]] = tuple
 
     @property
     def world_size(self) -> int:
@@ -62,14 +54,14 @@ class ModelAverager(ABC):
     hand it to `PostLocalSGDOptimizer`, or call `average_parameters` after each optimizer step.
 
     Args:
-        warmup_steps: steps before the first averaging; meanwhile gradients are averaged over all ranks.
-        average_buffers: average floating-point buffers (such as BatchNorm's statistics) along with the parameters.
+        warmup_steps: Steps before the first averaging; meanwhile gradients are averaged over all ranks.
+        average_buffers: Average floating-point buffers (such as BatchNorm's statistics) along with the parameters.
         optimizer_state: ``"none"`` leaves each rank its own inner optimizer state; ``"averaged"`` averages its
             floating-point tensors along with the parameters.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value out of range.
+        TypeError: Value of the wrong type.
+        ValueError: Value out of range.
 
     Example:
         >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
@@ -96,10 +88,12 @@ class ModelAverager(ABC):
         """Make the averager that works, for these ranks and this model; collective.
 
         Raises:
-            ValueError: what does not fit the number of ranks.
+            ValueError: Settings that do not fit the number of ranks, or a model with nothing to train.
         """
 
-    # ------------------------------------------------------------------ plain PyTorch
+    # Plain PyTorch: the averager that the first call binds, and a state that waits for it.
+    _bound: ClassVar[BoundAverager | None] = None
+    _loaded: ClassVar[Mapping[str, Any]] = {}
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
         """Do what the schedule says for this step; call it on all ranks after each optimizer step.
@@ -108,19 +102,18 @@ class ModelAverager(ABC):
         are not known here; for them see `PostLocalSGDOptimizer`.
 
         Args:
-            params: the parameters of the model, or the parameter groups of an optimizer; the same in each call.
+            params: Parameters of the model, or parameter groups of an optimizer; the same in each call.
 
         Raises:
-            ValueError: other parameters than in the first call.
+            ValueError: Other parameters than in the first call, or none to train.
         """
         given = list(_flat(params))
-        bound = self._plain()
+        bound = self._bound
         if bound is None:
             bound = self.bind(plain_context([str(index) for index in range(len(given))], given))
+            if self._loaded:
+                bound.load_state_dict(self._loaded)
             object.__setattr__(self, "_bound", bound)
-            state = self.__dict__.pop("_loaded", None)
-            if state is not None:
-                bound.load_state_dict(state)
         elif [id(param) for param in given] != [id(param) for param in bound.context.params]:
             raise ValueError(
                 f"Expected the {len(bound.context.params)} parameters of the first call, in their order, got "
@@ -130,192 +123,23 @@ class ModelAverager(ABC):
 
     @property
     def step(self) -> int:
-        """How many steps `average_parameters` has seen."""
-        bound = self._plain()
-        return bound.step if bound is not None else int(self.__dict__.get("_loaded", {}).get("step", 0))
+        """Number of steps that `average_parameters` has seen."""
+        return int(self._loaded.get("step", 0)) if self._bound is None else self._bound.step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `average_parameters` has built up; collective for some averagers."""
-        bound = self._plain()
-        return bound.state_dict() if bound is not None else dict(self.__dict__.get("_loaded", {}))
+        return dict(self._loaded) if self._bound is None else self._bound.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, also if no call has been made yet."""
-        bound = self._plain()
-        if bound is not None:
-            bound.load_state_dict(state)
-        else:
+        """Go on from a state, also before the first call of `average_parameters`."""
+        if self._bound is None:
             object.__setattr__(self, "_loaded", dict(state))
-
-    def _plain(self) -> BoundAverager | None:
-        return self.__dict__.get("_bound")
+        else:
+            self._bound.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle is the declaration alone: it goes to other processes, where other groups exist.
         return {name: value for name, value in self.__dict__.items() if name not in ("_bound", "_loaded")}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-
-
-class BoundAverager(ABC):
-    """An averager at work.
-
-    Args:
-        settings: what the user declared.
-        context: what is known at setup.
-
-    Attributes:
-        settings: what the user declared.
-        context: what is known at setup.
-        group: a group of the averager's own over all ranks; nothing else uses it.
-        step: the number of the next step, from 0.
-        replicas_equal: whether all ranks are known to hold the same parameters.
-    """
-
-    def __init__(self, settings: ModelAverager, context: AveragingContext) -> None:
-        self.settings = settings
-        self.context = context
-        self._own_groups: list[comm.ProcessGroup] = []
-        self.group = self.new_group(context.group)
-        self.step = 0
-        self.replicas_equal = True
-        self._ever_trainable = [False] * len(context.params)
-        self._means: dict[tuple[int, ...], FlatMean] = {}
-        self._note_trainable()
-
-    # ------------------------------------------------------------------ each step
-
-    @abstractmethod
-    def _average(self, step: int) -> bool:
-        """Average if ``step`` is due; may overwrite parameters, buffers and optimizer state. Collective.
-
-        Returns:
-            Whether all ranks hold the same parameters now; False also if nothing was averaged.
-        """
-
-    def average_parameters(self) -> None:
-        """Do what the schedule says for this step, and count it; on all ranks, after the optimizers of the step."""
-        self._note_trainable()
-        equal_before = self.replicas_equal and self.step < self.settings.warmup_steps
-        self.replicas_equal = self._average(self.step) or equal_before
-        self.step += 1
-
-    def syncs_gradients(self, step: int) -> bool:
-        """Tell whether the gradients of ``step`` are to be averaged over all ranks."""
-        return step < self.settings.warmup_steps
-
-    # ------------------------------------------------------------------ the averaged model
-
-    def model_tensors(self) -> list[Tensor]:
-        """Return what differs between replicas and makes up the averaged model: parameters, and buffers if averaged."""
-        return [*self.trainable_params(), *self.float_buffers()]
-
-    def average_into(self, targets: Sequence[Tensor]) -> None:
-        """Write the averaged model into ``targets``, shaped like `model_tensors`; collective, changes no state.
-
-        Without outer parameters this is the mean over all ranks.
-        """
-        self._mean(self.model_tensors(), self.group, targets)
-
-    def finish(self) -> None:
-        """Give all ranks the averaged model for good; collective."""
-        if not self.replicas_equal:
-            self.average_into(self.model_tensors())
-            self.replicas_equal = True
-
-    # ------------------------------------------------------------------ state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on, the same on all ranks; collective for some averagers.
-
-        It consists of tensors, str, int, float, bool, None, list and dict, and does not depend on the number of ranks.
-        """
-        return {"kind": type(self.settings).__name__, "step": self.step, **self._extra_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; the parameters themselves are restored elsewhere.
-
-        Raises:
-            ValueError: the state of another kind of averager.
-        """
-        kind = type(self.settings).__name__
-        if state["kind"] != kind:
-            raise ValueError(
-                f"Expected the state of a {kind}, found that of a {state['kind']}: continue with the averager that the "
-                "checkpoint was written with, or start from the model's weights alone."
-            )
-        self.step = whole_number(state["step"])
-        self._load_extra_state(state)
-
-    def _extra_state(self) -> dict[str, Any]:
-        return {}
-
-    def _load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most averagers have none)
-        pass
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a collective was begun that goes on between steps."""
-        return False
-
-    def close(self, *, failed: bool = False) -> None:
-        """Free the groups; after an error those that can be."""
-        if failed:
-            comm.free_after_error(self._own_groups, self.in_flight)
-        else:
-            for group in self._own_groups:
-                comm.destroy_group(group)
-        self._own_groups.clear()
-
-    # ------------------------------------------------------------------ what averagers are made of
-
-    def new_group(self, parent: comm.ProcessGroup) -> comm.ProcessGroup:
-        """Make one more group over the ranks of the given one, which is freed with the averager; collective."""
-        self._own_groups.append(self.context.new_group(parent))
-        return self._own_groups[-1]
-
-    def split_group(self, parent: comm.ProcessGroup, parts: Sequence[Sequence[int]]) -> comm.ProcessGroup:
-        """Split a group into parts, and return this rank's one, which is freed with the averager; collective."""
-        self._own_groups.append(comm.split_group(parent, parts))
-        return self._own_groups[-1]
-
-    def _note_trainable(self) -> None:
-        for index, param in enumerate(self.context.params):
-            if param.requires_grad:
-                self._ever_trainable[index] = True
-
-    def trainable_indices(self) -> list[int]:
-        """Return the positions of the parameters to average; see [Note: which parameters]."""
-        return [index for index, trainable in enumerate(self._ever_trainable) if trainable]
-
-    def trainable_params(self) -> list[nn.Parameter]:
-        """Return the parameters to average, in order."""
-        return [self.context.params[index] for index in self.trainable_indices()]
-
-    def float_buffers(self) -> list[Tensor]:
-        """Return the buffers to average: none unless `average_buffers`; integer ones never."""
-        if not self.settings.average_buffers:
-            return []
-        return [b for b in self.context.buffers() if b.is_floating_point() or b.is_complex()]
-
-    def _mean(self, tensors: Sequence[Tensor], group: comm.ProcessGroup, into: Sequence[Tensor] | None = None) -> None:
-        """Average over ``group``, in place or into other tensors. The flat buffers are kept for the next time."""
-        key = tuple(id(tensor) for tensor in tensors)
-        if key not in self._means:
-            self._means.clear()  # another set of tensors: the old one will not come back, but its memory would stay
-            self._means[key] = FlatMean(tensors)
-        self._means[key].run(group, into)
-
-    def _average_model(self, group: comm.ProcessGroup) -> None:
-        """Average parameters, buffers and optimizer state over ``group``, in place."""
-        self._mean(self.model_tensors(), group)
-        self._average_optimizers(group)
-
-    def _average_optimizers(self, group: comm.ProcessGroup) -> None:
-        if self.settings.optimizer_state == "averaged":
-            for optimizer in self.context.optimizers():
-                average_optimizer_state(optimizer, group, self.context.control_group)
 
 
 def plain_context(
@@ -327,13 +151,9 @@ def plain_context(
 ) -> AveragingContext:
     """Return a context over a process group (None: the default one), outside a Trainer; collective."""
     group = comm.resolve_group(process_group)
+    control = comm.new_group(group, cpu=True)
     return AveragingContext(
-        group=group,
-        control_group=comm.new_group(group, cpu=True),
-        names=names,
-        params=params,
-        buffers=buffers,
-        optimizers=optimizers,
+        group=group, control_group=control, names=names, params=params, buffers=buffers, optimizers=optimizers
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
-from lightning_ddp_hooks.averaging.exchange import Delta, DeltaExchange
+from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
+from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.exchange import PseudoGradientExchange
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.averaging.schedule import FragmentSchedule, require_number, split_fragments
-from lightning_ddp_hooks.hooks.contract import BindContext, CommHook
+from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.hooks.state import whole_number
 
@@ -28,7 +30,7 @@ OuterOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 class DiLoCo(ModelAverager):
     """Lets each rank train by itself for ``period`` steps, then moves a global model by an outer optimizer.
 
-    With x0 the global model and x the mean of the replicas, the outer gradient is x0 - x; all replicas go on from the
+    With x0 the global model and x the mean of the replicas, the pseudo-gradient is x0 - x; all replicas go on from the
     new global model. The global model is what is evaluated and saved. It begins at step ``warmup_steps`` as the mean of
     the replicas, and the first outer step comes ``period`` steps later. With ``outer_lr=1, outer_momentum=0`` this is
     periodic averaging.
@@ -39,25 +41,25 @@ class DiLoCo(ModelAverager):
     lands.
 
     Args:
-        period: steps between two outer steps of a parameter; the papers use 30 to 500.
-        outer_lr: of the outer SGD; None takes the paper's 0.7.
-        outer_momentum: of the outer SGD, Nesterov's unless 0; None takes the paper's 0.9.
-        outer_optimizer: makes another outer optimizer from the outer parameters, such as
+        period: Steps between two outer steps of a parameter; the papers use 30 to 500.
+        outer_lr: Learning rate of the outer SGD; None takes the paper's 0.7.
+        outer_momentum: Momentum of the outer SGD, Nesterov's unless 0; None takes the paper's 0.9.
+        outer_optimizer: Callable that makes another outer optimizer from the outer parameters, such as
             ``functools.partial(torch.optim.Adam, lr=0.1)``; instead of the two arguments above.
-        fragments: into how many parts the model is cut.
-        delay: steps from sending to landing; at most the steps between two sendings.
-        blending: share of its own parameters that a replica keeps, at least 0 and below 1; the paper uses 0.5 with a
+        fragments: Number of parts that the model is cut into.
+        delay: Steps from sending to landing; at most the steps between two sendings.
+        blending: Share of its own parameters that a replica keeps, at least 0 and below 1; the paper uses 0.5 with a
             delay.
-        comm_hook: compresses outer gradients on their way; whatever the strategy takes as ``comm_hook``.
-        outer_device: where outer parameters and outer optimizer state live, such as ``"cpu"``; None for the
+        comm_hook: Hook that compresses pseudo-gradients; whatever the strategy takes as ``comm_hook``.
+        outer_device: Where outer parameters and outer optimizer state live, such as ``"cpu"``; None for the
             parameters' own device.
-        warmup_steps: see `ModelAverager`.
-        average_buffers: see `ModelAverager`; buffers are averaged with each sending.
-        optimizer_state: see `ModelAverager`; averaged with each sending.
+        warmup_steps: See `ModelAverager`.
+        average_buffers: See `ModelAverager`; buffers are averaged with each sending.
+        optimizer_state: See `ModelAverager`; averaged with each sending.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value out of range, or arguments that contradict each other.
+        TypeError: Value of the wrong type.
+        ValueError: Value out of range, or arguments that contradict each other.
 
     Example:
         >>> DiLoCo(period=100, warmup_steps=1000)
@@ -108,7 +110,7 @@ class DiLoCo(ModelAverager):
         self.declared_hook()
 
     def declared_hook(self) -> CommHook | None:
-        """Return the hook for outer gradients, or None for the plain mean."""
+        """Return the hook for pseudo-gradients, or None for the plain mean."""
         return resolve_hook(self.comm_hook)
 
     def make_outer_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
@@ -133,36 +135,26 @@ class _BoundDiLoCo(BoundAverager):
         self._diloco = settings
         self._schedule = FragmentSchedule(settings.period, settings.warmup_steps, settings.fragments, settings.delay)
         device = None if settings.outer_device is None else torch.device(settings.outer_device)
-        self._outer = OuterModel(context.names, context.params, device)
+        self._outer = OuterModel(context, device)
         self._optimizer: Optimizer | None = None
         trainable = set(self.trainable_indices())
         sizes = [param.numel() if index in trainable else 0 for index, param in enumerate(context.params)]
         self._fragments = split_fragments(sizes, settings.fragments)
-        # A group of its own for deltas: they stay in flight while the mean of the model may be asked for.
-        self._exchange_group = self.new_group(context.group)
-        self._hook = None
-        declared = settings.declared_hook()
-        if declared is not None:
-            self._hook = declared.bind(
-                BindContext(
-                    group=self._exchange_group,
-                    control_group=context.control_group,
-                    names=context.names,
-                    params=context.params,
-                    step=lambda: self.step,
-                    new_group=self.new_group,
-                    split_group=self.split_group,
-                )
-            )
-        self._exchange = DeltaExchange(context.names, context.params, self._outer, self._exchange_group, self._hook)
-        self._sent: Delta | None = None
+        # A group of its own: pseudo-gradients stay in flight while the mean of the model may be asked for.
+        group = self.new_group(context.group)
+        self._exchange = PseudoGradientExchange(
+            context, self._outer, group, settings.declared_hook(), step=lambda: self.step
+        )
         self._due = 0
         self._outer_steps = 0
 
     @property
     def in_flight(self) -> bool:
-        """Whether deltas are under way."""
-        return self._sent is not None
+        return self._exchange.in_flight
+
+    def close(self, *, failed: bool = False) -> None:
+        self._exchange.close(failed=failed)
+        super().close(failed=failed)
 
     # ------------------------------------------------------------------ each step
 
@@ -171,49 +163,41 @@ class _BoundDiLoCo(BoundAverager):
             self._average_model(self.group)
             self._begin(self.trainable_indices())
             return True
-        if self._sent is not None and step >= self._due:
-            self._land()
+        if self._exchange.pending and step >= self._due:
+            self._outer_step()
         fragment = self._schedule.fragment(step)
         if fragment is None:
             return False
         indices = [index for index in self._fragments[fragment] if self._ever_trainable[index]]
-        self._begin_late(indices)
-        self._mean_of_the_rest()
-        self._sent = self._exchange.send(indices)
+        late = [index for index in indices if index not in self._outer.values]
+        if late:  # trainable only now
+            self._mean([self.context.params[index] for index in late], self.group)
+            self._begin(late)
+        if buffers := self.float_buffers():
+            self._mean(buffers, self.group)
+        self._average_optimizers(self.group)
+        self._exchange.send(indices)
         self._due = step + self._diloco.delay
         if self._diloco.delay:
             return False
-        self._land()
+        self._outer_step()
         return self._diloco.fragments == 1 and self._diloco.blending == 0
 
-    def _mean_of_the_rest(self) -> None:
-        buffers = self.float_buffers()
-        if buffers:
-            self._mean(buffers, self.group)
-        self._average_optimizers(self.group)
-
-    def _begin_late(self, indices: list[int]) -> None:
-        """Let parameters that have become trainable only now begin as the mean of the replicas."""
-        late = [index for index in indices if index not in self._outer.values]
-        if late:
-            self._mean([self.context.params[index] for index in late], self.group)
-            self._begin(late)
-
     def _begin(self, indices: list[int]) -> None:
+        """Let outer parameters begin as the parameters are now, equal on all ranks."""
+        state = self._optimizer_state()
         self._outer.begin(indices)
-        self._renew_optimizer({} if self._optimizer is None else self._optimizer_state())
+        self._make_optimizer(state)
 
-    def _land(self) -> None:
-        """Take the outer step with the deltas that have arrived, and hand its result to the replica."""
-        assert self._sent is not None
-        assert self._optimizer is not None
-        deltas = self._sent.means()
-        self._sent = None
-        for index, delta in deltas.items():
+    def _outer_step(self) -> None:
+        """Take the outer step with the pseudo-gradients that were sent, and hand its result to the replica."""
+        means = self._exchange.take()
+        for index, mean in means.items():
             value = self._outer.values[index]
-            value.grad = delta.to(value.device)
-        self._optimizer.step()
-        for index in deltas:
+            value.grad = mean.to(value.device)
+        if self._optimizer is not None:  # there is none yet if the first fragment of a run that begins late is empty
+            self._optimizer.step()
+        for index in means:
             self._outer.values[index].grad = None
             self._outer.write(index, keep=self._diloco.blending)
         self._outer_steps += 1
@@ -221,13 +205,13 @@ class _BoundDiLoCo(BoundAverager):
     # ------------------------------------------------------------------ the averaged model
 
     @torch.no_grad()
-    def average_into(self, targets: Any) -> None:
+    def average_into(self, targets: Sequence[Tensor]) -> None:
         """Write the global model into ``targets``; what has no outer parameter, such as buffers, is averaged."""
-        params = self.trainable_indices()
+        # Parameters come first, then buffers, which have no position.
+        positions = [*self.trainable_indices(), *(-1 for _ in self.float_buffers())]
         rest, rest_targets = [], []
-        for position, (tensor, target) in enumerate(zip(self.model_tensors(), targets, strict=True)):
-            index = params[position] if position < len(params) else None
-            if index is not None and index in self._outer.values:
+        for index, tensor, target in zip(positions, self.model_tensors(), targets, strict=True):
+            if index in self._outer.values:
                 target.copy_(self._outer.values[index])
             else:
                 rest.append(tensor)
@@ -237,8 +221,8 @@ class _BoundDiLoCo(BoundAverager):
 
     def finish(self) -> None:
         """Land what is in flight and give all ranks the global model."""
-        if self._sent is not None:
-            self._land()
+        if self._exchange.pending:
+            self._outer_step()
         if not self.replicas_equal and not self._outer_steps:
             log.warning(
                 "Training ends at step %d, before the first outer step of DiLoCo (period=%d): the global model holds "
@@ -252,61 +236,56 @@ class _BoundDiLoCo(BoundAverager):
     # ------------------------------------------------------------------ state
 
     def _extra_state(self) -> dict[str, Any]:
-        names = self.context.names
         in_flight = None
-        if self._sent is not None:
-            means = {names[index]: delta.to("cpu", copy=True) for index, delta in self._sent.means().items()}
-            in_flight = {"due": self._due, "deltas": means}
+        if self._exchange.pending:
+            names, means = self.context.names, self._exchange.means()
+            deltas = {names[index]: mean.to("cpu", copy=True) for index, mean in means.items()}
+            in_flight = {"due": self._due, "deltas": deltas}
+        hook = self._exchange.hook
         return {
             "outer": self._outer.state_dict(),
             "outer_optimizer": self._optimizer_state(),
             "outer_steps": self._outer_steps,
             "in_flight": in_flight,
-            "hook": self._hook.state_dict() if self._hook is not None else {},
+            "hook": hook.state_dict() if hook is not None else {},
         }
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
         self._outer.load_state_dict(state["outer"])
-        self._renew_optimizer(state["outer_optimizer"])
+        self._make_optimizer(state["outer_optimizer"])
         self._outer_steps = whole_number(state["outer_steps"])
         in_flight = state["in_flight"]
-        self._sent = None
-        if in_flight is not None:
-            positions = {name: index for index, name in enumerate(self.context.names)}
-            deltas = {positions[name]: delta.clone() for name, delta in in_flight["deltas"].items()}
-            self._sent = Delta.arrived(deltas)
+        if in_flight is None:
+            self._exchange.restore(None)
+        else:
             self._due = whole_number(in_flight["due"])
-        if self._hook is not None:
-            self._hook.load_state_dict(state["hook"])
+            positions = {name: index for index, name in enumerate(self.context.names)}
+            self._exchange.restore({positions[name]: mean.clone() for name, mean in in_flight["deltas"].items()})
+        if self._exchange.hook is not None:
+            self._exchange.hook.load_state_dict(state["hook"])
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Return the outer optimizer's state by parameter name, on the CPU."""
         if self._optimizer is None:
             return {}
-        names = {id(value): self.context.names[index] for index, value in self._outer.values.items()}
         return {
-            names[id(value)]: {
+            self.context.names[index]: {
                 key: entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
                 for key, entry in self._optimizer.state[value].items()
             }
-            for group in self._optimizer.param_groups
-            for value in group["params"]
-            if id(value) in names and self._optimizer.state.get(value)
+            for index, value in sorted(self._outer.values.items())
+            if self._optimizer.state.get(value)
         }
 
-    def _renew_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Make the outer optimizer over the present outer parameters, with the state that there was."""
-        if not self._outer.values:
+    def _make_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Make the outer optimizer over the present outer parameters, with a state by parameter name."""
+        indices = sorted(self._outer.values)
+        if not indices:
             self._optimizer = None
             return
-        names, indices = self.context.names, sorted(self._outer.values)
         self._optimizer = self._diloco.make_outer_optimizer([self._outer.values[index] for index in indices])
         plain = self._optimizer.state_dict()
-        plain["state"] = {
-            # Copies: the optimizer writes into them.
-            position: {key: v.clone() if isinstance(v, Tensor) else v for key, v in state[names[index]].items()}
-            for position, index in enumerate(indices)
-            if names[index] in state
-        }
-        # It brings tensors to the device of their parameter.
+        names = [self.context.names[index] for index in indices]
+        # Copies: the optimizer writes into them. It brings them to the device of their parameter.
+        plain["state"] = {n: copy.deepcopy(state[name]) for n, name in enumerate(names) if name in state}
         self._optimizer.load_state_dict(plain)

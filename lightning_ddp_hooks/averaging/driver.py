@@ -25,7 +25,6 @@ from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverag
 from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
 from lightning_ddp_hooks.averaging.optimizer_state import averaged_state_dict
 from lightning_ddp_hooks.averaging.replicas import gather_replicas, restore_replica
-from lightning_ddp_hooks.averaging.swap import ModelSwap
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.state import require_sound, whole_number
 
@@ -37,16 +36,13 @@ class Averaging:
     """An averager in a training run.
 
     Args:
-        averager: what the user declared.
-        module: the model; its parameters must be equal on all ranks now.
-        optimizers: returns the optimizers that train it.
-        group: the ranks; None for all. The averager makes groups of its own from it.
-        hook: what averages gradients, to be checked against the averager.
-        before_eval: put the averaged model in place for evaluation.
-        save_replicas: save each rank's own model and optimizer state in checkpoints.
-
-    Raises:
-        ValueError: the averager does not fit the number of ranks or the hook.
+        averager: What the user declared.
+        module: Model whose parameters are equal on all ranks now.
+        optimizers: Returns the optimizers that train it.
+        group: Ranks that average; None for all.
+        hook: Hook that averages gradients, to be checked against the averager.
+        before_eval: Whether the averaged model is put in place for evaluation.
+        save_replicas: Whether checkpoints hold each rank's own model and optimizer state.
     """
 
     def __init__(
@@ -69,25 +65,21 @@ class Averaging:
         self._hook_follows_schedule = hook_follows_schedule(averager, hook)
         parent = comm.resolve_group(group)
         self._control_group = comm.new_group(parent, cpu=True)
-        named = list(module.named_parameters())
+        named = dict(module.named_parameters())
         self.bound = averager.bind(
             AveragingContext(
                 group=parent,
                 control_group=self._control_group,
-                names=[name for name, _ in named],
-                params=[param for _, param in named],
+                names=list(named),
+                params=list(named.values()),
                 buffers=lambda: list(module.buffers()),
                 optimizers=optimizers,
             )
         )
-        self._swap: ModelSwap | None = None
+        # While the averaged model is in place: the replica's own values, by id, beside the tensors that they belong to.
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
 
     # ------------------------------------------------------------------ each step
-
-    @property
-    def step(self) -> int:
-        """The number of the next step, from 0."""
-        return self.bound.step
 
     @property
     def is_local(self) -> bool:
@@ -96,7 +88,7 @@ class Averaging:
 
     def syncs_gradients(self) -> bool:
         """Tell whether the gradients of the coming step go through the reducer, or stay as each rank has them."""
-        return self._hook_follows_schedule or self.bound.syncs_gradients(self.bound.step)
+        return self._hook_follows_schedule or self.broadcasts_buffers()
 
     def follow(self, hook: CommHook) -> None:
         """Take account of a hook that was registered after the start."""
@@ -108,32 +100,32 @@ class Averaging:
 
     def after_step(self) -> None:
         """Count a training step, and average if it is due; once for each step, also one that a GradScaler skipped."""
-        assert self._swap is None, "after_eval() comes before the next step"
+        assert not self._own, "after_eval() comes before the next step"
         self.bound.average_parameters()
 
     # ------------------------------------------------------------------ evaluation
 
+    @torch.no_grad()
     def before_eval(self) -> None:
-        """Put the averaged (with DiLoCo: the global) model into the module."""
-        if self._before_eval and self._swap is None and not self.bound.replicas_equal:
-            self._swap = ModelSwap(self.bound)
+        """Put the averaged (with DiLoCo: the global) model into the module; collective."""
+        if self._before_eval and not self._own and not self.bound.replicas_equal:
+            live = self.bound.model_tensors()
+            self._own = {id(tensor): (tensor, tensor.detach().clone()) for tensor in live}
+            self.bound.average_into(live)
 
+    @torch.no_grad()
     def after_eval(self) -> None:
-        """Put the replica back."""
-        if self._swap is not None:
-            self._swap.undo()
-            self._swap = None
+        """Put the replica back, bit by bit."""
+        for live, own in self._own.values():
+            live.copy_(own)
+        self._own.clear()
 
     # ------------------------------------------------------------------ checkpoints
 
     @torch.no_grad()
     def model_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a module's ``state_dict`` with the averaged model in it; the module stays as it is.
-
-        Args:
-            state_dict: whose values share memory with the module, as ``module.state_dict()`` returns it; any keys.
-        """
-        if self.bound.replicas_equal or self._swap is not None:  # the module holds the averaged model
+        """Return a module's ``state_dict``, whose values share memory with it, with the averaged model in it."""
+        if self.bound.replicas_equal or self._own:  # the module holds the averaged model
             return dict(state_dict)
         live = self.bound.model_tensors()
         means = [torch.empty_like(tensor) for tensor in live]
@@ -152,12 +144,10 @@ class Averaging:
         return averaged_state_dict(optimizer, self.bound.group, self._control_group)
 
     def state_dict(self, *, with_replicas: bool = True) -> dict[str, Any]:
-        """Return the averager's state and the replicas, for the checkpoint that rank 0 writes.
+        """Return the averager's state and, on rank 0, the replicas, for the checkpoint that rank 0 writes.
 
-        It consists of tensors, str, int, float, bool, None, list and dict only. Other ranks lack the replicas.
-
-        Args:
-            with_replicas: False leaves them out whatever the setting is (after the end, when they are equal).
+        It consists of tensors, str, int, float, bool, None, list and dict only. After the end, when replicas are equal,
+        they need not be saved whatever the setting is.
         """
         replicas = None
         if with_replicas and self._save_replicas and self.is_local:
@@ -168,7 +158,7 @@ class Averaging:
                 dict(self._module.named_buffers()),
                 self._optimizers(),
                 self._control_group,
-                own_value=(lambda tensor: tensor) if self._swap is None else self._swap.own_value,
+                own_value=lambda tensor: self._own.get(id(tensor), (tensor, tensor))[1],
             )
         return {
             "averager": self.bound.state_dict(),
@@ -180,10 +170,7 @@ class Averaging:
         """Go on from a checkpoint, whose model and optimizer state have been loaded already.
 
         At the same number of ranks each rank goes on as it was. At another one, or without replicas, all start from the
-        averaged model.
-
-        Raises:
-            ValueError: the state is damaged, or another averager's.
+        averaged model. A state that is damaged, or another averager's, raises ValueError.
         """
         require_sound(state, STATE_KEY)
         try:
@@ -195,9 +182,8 @@ class Averaging:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.bound.load_state_dict(state["averager"])
-        replicas = state.get("replicas")
         self.bound.replicas_equal = True
-        group = self.bound.group
+        replicas, group = state.get("replicas"), self.bound.group
         if replicas is not None and whole_number(replicas["world_size"]) == comm.world_size(group):
             restore_replica(
                 replicas["ranks"][comm.rank(group)],
@@ -215,11 +201,7 @@ class Averaging:
         self.bound.finish()
 
     def close(self, *, failed: bool = False) -> None:
-        """Free the groups.
-
-        Args:
-            failed: after an error, when other ranks may be stuck: only what can be freed without them.
-        """
+        """Free the groups; after an error, when other ranks may be stuck, only what can be freed without them."""
         self.bound.close(failed=failed)
         if failed:
             comm.free_after_error([self._control_group])

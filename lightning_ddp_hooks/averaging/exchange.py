@@ -1,129 +1,144 @@
-"""Outer gradients on their way: what the replicas have moved, averaged over the ranks, maybe compressed.
+"""Pseudo-gradients on their way: what the replicas have moved since the last outer step, averaged over the ranks.
 
-A delta travels in the reducer's own buckets, so that every communication hook can compress it:
+They travel in the reducer's buckets, so that every communication hook can compress them. One exchange is one round of
+the queue (reducer/queue.py):
 
-    outer - param --> Bucket --> CollectiveQueue.launch ... some steps later ... means
+    send      outer - param --> Bucket --> launch; end_launches
+    means     wait for each bucket; end_round          some steps later, at the same point of the program on all ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.averager import AveragingContext
 from lightning_ddp_hooks.averaging.outer import OuterModel
-from lightning_ddp_hooks.hooks.contract import BoundHook
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout, assign_buckets
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket
-from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
+from lightning_ddp_hooks.reducer.stream import comm_stream
 
 _BUCKET_BYTES = 25 << 20
 
 
-class _Flight(NamedTuple):
-    """A launched bucket; it holds the buffer until its values have been read."""
+class _Sent(NamedTuple):
+    """A launched bucket; it keeps the memory alive until the values have been read."""
 
     bucket: Bucket
-    pending: InFlightBucket
-    stream: CommStream
+    reduction: InFlightBucket
+    positions: list[int]
 
 
-@dataclass
-class Delta:
-    """Outer gradients that have been sent."""
+class PseudoGradientExchange:
+    """Averages pseudo-gradients over a group that nothing else uses; at most one exchange is in flight.
 
-    flights: list[_Flight] = field(default_factory=list)
-    landed: dict[int, Tensor] | None = None
-    positions: list[list[int]] = field(default_factory=list)
-
-    @classmethod
-    def arrived(cls, means: Mapping[int, Tensor]) -> Delta:
-        """Return a delta that is there already (from a checkpoint)."""
-        return cls(landed=dict(means))
-
-    @torch.no_grad()  # a hook goes on here, and must find the mode in which it was begun
-    def means(self) -> dict[int, Tensor]:
-        """Wait for the means over the ranks; parameter position -> mean. May be called again."""
-        if self.landed is None:
-            self.landed = {}
-            with record_function("ldh::outer_wait"):
-                for flight, positions in zip(self.flights, self.positions, strict=True):
-                    with flight.stream.context():
-                        result = flight.pending.wait()
-                        if isinstance(result, Tensor) and result.data_ptr() != flight.bucket.buffer.data_ptr():
-                            flight.bucket.buffer.copy_(result.view(-1))
-                    flight.stream.join()
-                    self.landed.update(zip(positions, flight.bucket.views, strict=True))
-            self.flights.clear()
-        return self.landed
-
-
-class DeltaExchange:
-    """Sends what parameters have moved away from their outer parameters.
-
-    Args:
-        names: of the parameters.
-        params: the parameters.
-        outer: the outer parameters.
-        group: the ranks; nothing else uses the group.
-        hook: compresses; None for the plain mean.
+    Attributes:
+        hook: Hook at work; None for the plain mean.
+        pending: Whether something was sent whose means have not been taken.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        params: Sequence[nn.Parameter],
+        context: AveragingContext,
         outer: OuterModel,
         group: comm.ProcessGroup,
-        hook: BoundHook | None,
+        hook: CommHook | None,
+        step: Callable[[], int],
     ) -> None:
-        self._names = list(names)
-        self._params = list(params)
+        self._names, self._params = context.names, context.params
         self._outer = outer
-        self._world_size = comm.world_size(group)
-        at_once = any(comm.is_stream_ordered(group, param.device) for param in params)
-        self._queue = CollectiveQueue(group, at_once=at_once, hook=hook)
-        self._hook = hook
-        self._streams: dict[torch.device, CommStream] = {}
+        self._group = group
+        self._streams = {device: comm_stream(device) for device in {param.device for param in context.params}}
+        at_once = any(comm.is_stream_ordered(group, device) for device in self._streams)
+        self._queue = CollectiveQueue(group, at_once=at_once)
+        self.hook: BoundHook | None = None
+        if hook is not None:
+            self.hook = self._queue.hook = hook.bind(
+                BindContext(
+                    control_group=context.control_group,
+                    names=context.names,
+                    params=context.params,
+                    step=step,
+                    subgroup=self._queue.subgroup,
+                )
+            )
+        self.pending = False
+        self._sent: list[_Sent] = []
+        self._means: dict[int, Tensor] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether collectives have begun that nobody has waited for."""
+        return bool(self._sent)
 
     @torch.no_grad()
-    def send(self, indices: Sequence[int]) -> Delta:
-        """Start to average the deltas of these parameters, which have outer parameters; collective.
-
-        At most one delta may be in flight.
-        """
+    def send(self, indices: Sequence[int]) -> None:
+        """Start to average the pseudo-gradients of these parameters, which have outer parameters; collective."""
+        assert not self.pending, "one exchange at a time"
+        self.pending = True
         indices = [index for index in indices if self._params[index].numel()]
-        likes = {index: self._like(index) for index in indices}
-        keys = [
-            None if self._hook is None else self._hook.group_of(self._names[index], self._params[index])
-            for index in indices
-        ]
-        parts = assign_buckets([likes[index] for index in indices], [_BUCKET_BYTES], groups=keys)
-        delta = Delta()
-        for number, part in enumerate(parts):
-            positions = [indices[place] for place in part]
-            bucket = self._fill(positions, [likes[index] for index in positions])
-            stream = self._stream(bucket.layout.device)
-            # The index names the bucket to a hook that keeps state for it: the first parameter in it is unique.
-            view = GradBucket(
-                bucket,
-                positions[0],
-                number == len(parts) - 1,
-                tuple(self._names[index] for index in positions),
-                float(self._world_size),
-            )
-            # The deltas are computed on the compute stream, before training changes the parameters.
-            with record_function("ldh::outer_send"), comm.counted_as("averaging"), stream.after_compute():
-                delta.flights.append(_Flight(bucket, self._queue.launch(view, bucket), stream))
-            delta.positions.append(positions)
-        self._queue.end_launches()
-        return delta
+        likes = [self._like(index) for index in indices]
+        parts = assign_buckets(likes, [_BUCKET_BYTES], groups=[self._key(index) for index in indices])
+        divisor = float(comm.world_size(self._group))
+        with record_function("ldh::outer_send"), comm.counted_as("averaging"):
+            for number, part in enumerate(parts):
+                positions = [indices[place] for place in part]
+                bucket = self._fill(positions, [likes[place] for place in part])
+                names = tuple(self._names[index] for index in positions)
+                # The index names the bucket to a hook that keeps state for it: its first parameter is in no other.
+                view = GradBucket(bucket, positions[0], number == len(parts) - 1, names, divisor)
+                # The compute stream has filled it by now, before training changes the parameters.
+                with self._streams[bucket.layout.device].after_compute():
+                    self._sent.append(_Sent(bucket, self._queue.launch(view), positions))
+            with self._on_streams():
+                self._queue.end_launches()
+
+    @torch.no_grad()  # a hook goes on here, and must find the mode in which it was begun
+    def means(self) -> dict[int, Tensor]:
+        """Wait for the means over the ranks, by parameter position; collective, and may be called again."""
+        if self._means is None:
+            means: dict[int, Tensor] = {}
+            with record_function("ldh::outer_wait"):
+                with self._on_streams():
+                    for bucket, reduction, positions in self._sent:
+                        result = reduction.wait()
+                        if result.data_ptr() != bucket.buffer.data_ptr():
+                            bucket.buffer.copy_(result.reshape(-1))
+                        means.update(zip(positions, bucket.views, strict=True))
+                for stream in self._streams.values():
+                    stream.join()
+            self._sent.clear()
+            self._queue.end_round()
+            self._means = means
+        return self._means
+
+    def take(self) -> dict[int, Tensor]:
+        """Return the means, after which the next exchange may begin; collective."""
+        means, self._means, self.pending = self.means(), None, False
+        return means
+
+    def restore(self, means: Mapping[int, Tensor] | None) -> None:
+        """Take up means from a checkpoint, or None, in the place of what is on its way; collective."""
+        if self.in_flight:
+            self.take()
+        self._means = None if means is None else dict(means)
+        self.pending = means is not None
+
+    def close(self, *, failed: bool = False) -> None:
+        """Free the queue's groups; after an error only if nobody can be stuck in them."""
+        if not failed:
+            self.restore(None)  # ranks may differ in how much of it they have issued
+        if not failed or (not self.in_flight and comm.backend_name(self._group) == "gloo"):
+            self._queue.close()
 
     def _fill(self, positions: Sequence[int], likes: Sequence[Tensor]) -> Bucket:
         layout = BucketLayout.build(range(len(likes)), likes)
@@ -131,17 +146,20 @@ class DeltaExchange:
         for index, view in zip(positions, bucket.views, strict=True):
             view.copy_(self._outer.values[index]).sub_(self._params[index])
         if self._queue.hook.takes_divided:
-            bucket.buffer.div_(self._world_size)
+            bucket.buffer.div_(comm.world_size(self._group))
         return bucket
 
-    def _like(self, index: int) -> Tensor:
-        """Return what has the delta's shape, strides and dtype: the parameter itself, unless it is a short float."""
-        param, value = self._params[index], self._outer.values[index]
-        if param.dtype == value.dtype:
-            return param
-        return torch.empty_like(param, dtype=value.dtype, device="meta")
+    def _key(self, index: int) -> Hashable:
+        param = self._params[index]
+        return param.device, None if self.hook is None else self.hook.group_of(self._names[index], param)
 
-    def _stream(self, device: torch.device) -> CommStream:
-        if device not in self._streams:
-            self._streams[device] = comm_stream(device)
-        return self._streams[device]
+    def _like(self, index: int) -> Tensor:
+        """Return what has the pseudo-gradient's shape, strides and dtype: the parameter, unless it is a short float."""
+        param, value = self._params[index], self._outer.values[index]
+        return param if param.dtype == value.dtype else torch.empty_like(param, dtype=value.dtype, device="meta")
+
+    def _on_streams(self) -> ExitStack:
+        stack = ExitStack()
+        for stream in self._streams.values():
+            stack.enter_context(stream.context())
+        return stack

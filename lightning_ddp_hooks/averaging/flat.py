@@ -26,7 +26,7 @@ _IN_FLIGHT = 2
 
 
 class _Chunk(NamedTuple):
-    """Some of the tensors, and where they lie in the buffer that they share with other chunks."""
+    """Positions of some tensors, and their place in the buffer, which is free again once they are written back."""
 
     positions: list[int]
     buffer: Tensor
@@ -34,22 +34,12 @@ class _Chunk(NamedTuple):
     stream: CommStream
 
 
-class _Flight(NamedTuple):
-    """A chunk on its way; its buffer is free again when it has been written back."""
-
-    chunk: _Chunk
-    work: comm.Work
-
-
 class FlatMean:
     """Averages a fixed list of tensors over ranks, as often as asked.
 
     float16 and bfloat16 values travel and are summed as float32 and are rounded once, so that equal replicas stay as
-    they are and nothing overflows. Values are summed and then divided, for the same reason.
-
-    Args:
-        tensors: the same shapes and dtypes in the same order on all ranks; floating point or complex.
-        chunk_bytes: how much is sent at a time.
+    they are and nothing overflows. Values are summed and then divided, for the same reason. The tensors, floating point
+    or complex, have the same shapes and dtypes in the same order on all ranks.
     """
 
     def __init__(self, tensors: Sequence[Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -59,54 +49,53 @@ class FlatMean:
             if tensor.numel():
                 kinds.setdefault((wire_dtype(tensor.dtype), tensor.device), []).append(position)
         self._chunks: list[_Chunk] = []
-        self._streams: dict[torch.device, CommStream] = {}
+        self._streams = {device: comm_stream(device) for _, device in kinds}
         for (dtype, device), positions in kinds.items():
-            parts = _split(positions, [as_real(t).numel() * dtype.itemsize for t in self._tensors], chunk_bytes)
-            self._chunks += self._lay_out(parts, dtype, device)
+            parts: list[list[int]] = [[]]
+            sizes = [0]
+            for position in positions:
+                numel = as_real(self._tensors[position]).numel()
+                if parts[-1] and (sizes[-1] + numel) * dtype.itemsize > chunk_bytes:
+                    parts.append([])
+                    sizes.append(0)
+                parts[-1].append(position)
+                sizes[-1] += numel
+            memory = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in parts[:_IN_FLIGHT]]
+            for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+                buffer = memory[number % _IN_FLIGHT][:size]
+                shapes = [as_real(self._tensors[position]).shape for position in part]
+                pieces = torch.split(buffer, [shape.numel() for shape in shapes])
+                views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+                self._chunks.append(_Chunk(part, buffer, views, self._streams[device]))
 
-    def _lay_out(self, parts: Sequence[list[int]], dtype: torch.dtype, device: torch.device) -> list[_Chunk]:
-        stream = self._streams.setdefault(device, comm_stream(device))
-        sizes = [sum(as_real(self._tensors[p]).numel() for p in part) for part in parts]
-        buffers = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in range(min(_IN_FLIGHT, len(parts)))]
-        chunks = []
-        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            buffer = buffers[number % _IN_FLIGHT][:size]
-            views, offset = [], 0
-            for position in part:
-                shape = as_real(self._tensors[position]).shape
-                views.append(buffer[offset : offset + shape.numel()].view(shape))
-                offset += shape.numel()
-            chunks.append(_Chunk(part, buffer, views, stream))
-        return chunks
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether it averages just these tensors."""
+        return len(tensors) == len(self._tensors) and all(a is b for a, b in zip(tensors, self._tensors, strict=True))
 
     @torch.no_grad()
     def run(self, group: comm.ProcessGroup, into: Sequence[Tensor] | None = None) -> None:
-        """Average over the ranks of ``group``; collective.
+        """Average over the ranks of ``group``, in place or into other tensors of the same shapes; collective."""
+        targets = self._tensors if into is None else into
+        in_flight: deque[tuple[_Chunk, comm.Work]] = deque()
 
-        Args:
-            group: the ranks to average over.
-            into: where the means go, shaped like the tensors; None writes them into the tensors themselves.
-        """
-        targets = self._tensors if into is None else list(into)
-        flying: deque[_Flight] = deque()
+        def finish_oldest() -> None:
+            chunk, work = in_flight.popleft()
+            with chunk.stream.context():
+                work.wait()
+                chunk.buffer.div_(comm.world_size(group))
+                _compat.foreach_copy_([as_real(targets[p]) for p in chunk.positions], chunk.views)
+
         with record_function("ldh::average"), comm.counted_as("averaging"):
             for chunk in self._chunks:
-                if len(flying) == _IN_FLIGHT:
-                    self._land(flying.popleft(), targets, group)
+                if len(in_flight) == _IN_FLIGHT:
+                    finish_oldest()
                 with chunk.stream.after_compute():
                     _compat.foreach_copy_(chunk.views, [as_real(self._tensors[p]) for p in chunk.positions])
-                    flying.append(_Flight(chunk, comm.all_reduce(chunk.buffer, group)))
-            while flying:
-                self._land(flying.popleft(), targets, group)
+                    in_flight.append((chunk, comm.all_reduce(chunk.buffer, group)))
+            while in_flight:
+                finish_oldest()
             for stream in self._streams.values():
                 stream.join()
-
-    def _land(self, flight: _Flight, targets: Sequence[Tensor], group: comm.ProcessGroup) -> None:
-        chunk = flight.chunk
-        with chunk.stream.context():
-            flight.work.wait()
-            chunk.buffer.div_(comm.world_size(group))
-            _compat.foreach_copy_([as_real(targets[p]) for p in chunk.positions], chunk.views)
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -118,15 +107,3 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 def as_real(tensor: Tensor) -> Tensor:
     """Return the tensor without autograd; a complex one as pairs of reals."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-
-
-def _split(positions: Sequence[int], nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    parts: list[list[int]] = [[]]
-    size = 0
-    for position in positions:
-        if parts[-1] and size + nbytes[position] > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(position)
-        size += nbytes[position]
-    return parts

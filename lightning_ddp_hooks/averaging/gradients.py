@@ -1,4 +1,4 @@
-"""How gradients and model averaging go together: one coherent setting, or an error.
+"""How gradients and model averaging go together.
 
 What happens to gradients::
 
@@ -9,58 +9,96 @@ What happens to gradients::
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks.allreduce import Noop
-from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
+from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.hooks.parts import parts_of
+
+if TYPE_CHECKING:
+    from lightning_ddp_hooks.averaging.driver import Averaging
 
 
 def contradiction(averager: ModelAverager, hook: CommHook | None) -> str | None:
-    """Say why a hook does not go with an averager; None if it does.
-
-    Args:
-        averager: what averages the model.
-        hook: what averages the gradients; None for the plain mean.
-    """
-    start = _local_start(hook)
+    """Say why a hook (None for the plain mean) does not go with an averager; None if it does."""
+    start, name = _local_from(hook), type(averager).__name__
     if start is not None and start != averager.warmup_steps:
         return (
-            f"{type(averager).__name__} averages the model from step {averager.warmup_steps} on (`warmup_steps`), but "
-            f"the post-local-SGD hook leaves the global mean of gradients at step {start}: set both alike."
+            f"{name} averages the model from step {averager.warmup_steps} on (`warmup_steps`), but the hook "
+            f"{hook_name(getattr(hook, 'hook', hook))} leaves the global mean of gradients at step {start}: set both "
+            "alike."
         )
-    if start is None and isinstance(hook, Noop) and averager.warmup_steps:
+    if isinstance(hook, Noop) and averager.warmup_steps:
         return (
-            f"`warmup_steps={averager.warmup_steps}` of {type(averager).__name__} means that gradients are averaged up "
-            "to that step, but the hook Noop never does: set `warmup_steps=0`, or leave out the hook (from "
-            "`warmup_steps` on gradients are not exchanged anyway)."
+            f"`warmup_steps={averager.warmup_steps}` of {name} means that gradients are averaged up to that step, but "
+            "the hook Noop never does: set `warmup_steps=0`, or leave out the hook (from `warmup_steps` on gradients "
+            "are not exchanged anyway)."
         )
     return None
 
 
 def hook_follows_schedule(averager: ModelAverager, hook: CommHook | None) -> bool:
-    """Tell whether the hook itself turns to subgroups, so that gradients go through it at every step.
-
-    Args:
-        averager: what averages the model.
-        hook: what averages the gradients; None for the plain mean.
+    """Tell whether the hook itself turns to local gradients, so that they go through it at every step.
 
     Raises:
-        ValueError: hook and averager name different steps, or the hook never averages during the warm-up.
+        ValueError: Hook and averager name different steps, or the hook never averages during the warm-up.
     """
     if (text := contradiction(averager, hook)) is not None:
         raise ValueError(text)
-    return _local_start(hook) is not None
+    return _local_from(hook) is not None
 
 
-def _local_start(hook: object) -> int | None:
-    """Find the step at which a post-local-SGD hook, ours or torch's, maybe within another one, turns to subgroups."""
-    seen: set[int] = set()
-    while hook is not None and id(hook) not in seen:
-        seen.add(id(hook))
-        # Ours carries the step itself, torch's function hook in its state (and in torch's spelling).
-        for holder in (hook, getattr(hook, "state", None)):
-            for name in ("start_local_sgd_iter", "start_localSGD_iter"):
-                value = getattr(holder, name, None)
-                if isinstance(value, int):
-                    return value
-        hook = getattr(hook, "inner", None)
-    return None
+def replicas_should_be_identical(
+    step: int, hook: CommHook | None, averaging: Averaging | None, *, asked_for: bool
+) -> bool:
+    """Tell whether a difference between ranks before ``step`` is a fault.
+
+    If it was asked for, the user knows what a hook that is a function gives the ranks.
+    """
+    if averaging is not None and not averaging.broadcasts_buffers():
+        return False
+    start = None if hook is None else hook.replicas_differ_from()
+    return start is None or step <= start or (asked_for and start == 0 and isinstance(hook, TorchHook))
+
+
+def _local_from(hook: CommHook | None) -> int | None:
+    """Return the step at which a hook turns from the global mean to local gradients; None if never, or not known."""
+    start = None if hook is None else hook.replicas_differ_from()
+    # 0 may also mean that nothing is known of the hook, unless a part of it has a setting for that step.
+    return None if start == 0 and not any(map(_has_start, parts_of(hook))) else start
+
+
+def _has_start(hook: CommHook) -> bool:
+    state = getattr(hook, "state", None)  # of a function, ours or torch's
+    own = hook.delayed_by is not None or hasattr(state, "start_local_sgd_iter") or hasattr(state, "start_localSGD_iter")
+    return own and hook.replicas_differ_from() == 0
+
+
+def agree_on_found_inf(
+    found: Sequence[Tensor], gradients: Iterable[Tensor | None], group: comm.ProcessGroup, device: torch.device
+) -> None:
+    """Make an Inf or NaN that one rank's GradScaler has found known to the scalers of all; collective.
+
+    For ranks that train for themselves: without it only that rank would skip the step, and scales would drift apart.
+    ``found`` holds the scaler's own flags, one per device, written in place. It is empty if the optimizer looks for Inf
+    itself while it steps (fused optimizers); then an Inf is written into a gradient of every rank, for it to be found.
+    """
+    if found:
+        for flag in found:
+            comm.all_reduce(flag, group).wait()  # a count above 0 means the same as a flag
+        return
+    dense = [g for g in gradients if g is not None and g.layout is torch.strided and g.numel()]
+    flag = torch.zeros((), dtype=torch.float32, device=device)
+    if dense:
+        flag = torch.stack([~torch.isfinite(g).all() for g in dense]).sum(dtype=torch.float32)
+    comm.all_reduce(flag, group).wait()
+    if dense:
+        # The host is not asked. A product with the flag would not do: 0 times Inf is NaN.
+        dense[0].masked_fill_(flag > 0, float("inf"))

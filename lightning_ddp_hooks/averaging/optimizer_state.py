@@ -16,20 +16,10 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.flat import FlatMean
 
-Entry = tuple[int, str]
-"""A parameter's position in the optimizer, and the name of a tensor in its state."""
-
 
 def average_optimizer_state(optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup) -> None:
-    """Average an optimizer's state over ``group``, in place; collective over ``control_group``.
-
-    Args:
-        optimizer: on each rank one for the same parameters.
-        group: the ranks to average over.
-        control_group: a CPU group over all ranks.
-    """
-    tensors = [optimizer.state[param][key] for param, key in _shared(optimizer, control_group).values()]
-    FlatMean(tensors).run(group)
+    """Average an optimizer's state over ``group``, in place; collective over ``control_group``, a CPU group."""
+    FlatMean(list(_shared(optimizer, control_group).values())).run(group)
 
 
 def averaged_state_dict(
@@ -37,9 +27,8 @@ def averaged_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizer's ``state_dict`` with its state averaged over ``group``; the optimizer stays as it is."""
     shared = _shared(optimizer, control_group)
-    tensors = [optimizer.state[param][key] for param, key in shared.values()]
-    means = [torch.empty_like(tensor) for tensor in tensors]
-    FlatMean(tensors).run(group, means)
+    means = [torch.empty_like(tensor) for tensor in shared.values()]
+    FlatMean(list(shared.values())).run(group, means)
     result = optimizer.state_dict()
     # `state_dict` shares the inner dicts with the optimizer: copy before writing.
     result["state"] = {position: dict(entries) for position, entries in result["state"].items()}
@@ -54,19 +43,20 @@ def optimizer_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
-def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[Entry, tuple[nn.Parameter, str]]:
-    """Find the entries that all ranks have, in the same order on all."""
-    own: dict[Entry, tuple[nn.Parameter, str]] = {}
-    shapes: dict[Entry, list[int]] = {}
-    for position, param in enumerate(optimizer_params(optimizer)):
-        for key in sorted(optimizer.state.get(param, {}), key=str):
-            value = optimizer.state[param][key]
-            if _is_averaged(str(key), value, param):
-                own[position, str(key)] = (param, key)
-                shapes[position, str(key)] = list(value.shape)
+def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[tuple[int, str], Tensor]:
+    """Find the tensors that all ranks have, by position of the parameter and name, in the same order on all."""
+    own: dict[tuple[int, str], Tensor] = {
+        (position, key): optimizer.state[param][key]
+        for position, param in enumerate(optimizer_params(optimizer))
+        for key in sorted(optimizer.state.get(param, {}), key=str)
+        if _is_averaged(key, optimizer.state[param][key], param)
+    }
+    shapes = {entry: list(tensor.shape) for entry, tensor in own.items()}
     everyones = comm.all_gather_object(shapes, control_group)
     return {
-        entry: where for entry, where in own.items() if all(theirs.get(entry) == shapes[entry] for theirs in everyones)
+        entry: tensor
+        for entry, tensor in own.items()
+        if all(theirs.get(entry) == shapes[entry] for theirs in everyones)
     }
 
 

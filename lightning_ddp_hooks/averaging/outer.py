@@ -1,53 +1,41 @@
 """Outer parameters: the copy of the model that the replicas start from after each averaging.
 
-SlowMo and DiLoCo train it with a rule of their own: what the replicas have moved away from it, on average, is its
-gradient. It is the same on all ranks.
+It is the same on all ranks. SlowMo and DiLoCo train it by a rule of their own; its gradient is the mean of what the
+replicas have moved away from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_hooks.averaging.averager import AveragingContext
 from lightning_ddp_hooks.averaging.flat import wire_dtype
 
 
 class OuterModel:
     """Copies of parameters, by position; a parameter gets one once the ranks agree on its value.
 
-    float16 and bfloat16 parameters have float32 copies, since outer steps are small.
-
-    Args:
-        names: of the parameters.
-        params: the parameters.
-        device: where the copies live; None for where the parameters live.
+    float16 and bfloat16 parameters have float32 copies, since outer steps are small. Without a ``device`` of their own
+    copies live where the parameters do.
     """
 
-    def __init__(
-        self, names: Sequence[str], params: Sequence[nn.Parameter], device: torch.device | None = None
-    ) -> None:
-        self._names = list(names)
-        self._params = list(params)
+    def __init__(self, context: AveragingContext, device: torch.device | None = None) -> None:
+        self._names, self._params = context.names, context.params
         self._device = device
         self.values: dict[int, nn.Parameter] = {}
 
     @torch.no_grad()
     def begin(self, indices: Iterable[int]) -> None:
-        """Take the parameters' present values, which must be the same on all ranks."""
+        """Copy parameters, which must be the same on all ranks now."""
         for index in indices:
             self._set(index, self._params[index])
 
     @torch.no_grad()
     def write(self, index: int, keep: float = 0.0) -> None:
-        """Write a copy into its parameter.
-
-        Args:
-            index: of the parameter.
-            keep: the share of the parameter's own value in the result.
-        """
+        """Write a copy into its parameter, of whose own value the share ``keep`` is kept."""
         param, value = self._params[index], self.values[index].detach()
         if keep == 0.0:
             param.copy_(value)
@@ -55,24 +43,20 @@ class OuterModel:
             param.copy_(torch.lerp(value.to(param.device), param.to(value.dtype), keep))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies on the CPU, by name."""
+        """Return the copies by name, on the CPU."""
         return {self._names[i]: value.detach().to("cpu", copy=True) for i, value in sorted(self.values.items())}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned.
-
-        Raises:
-            ValueError: an unknown name, or another shape.
-        """
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state_dict` returned; raise ValueError for an unknown name or another shape."""
         positions = {name: index for index, name in enumerate(self._names)}
         self.values.clear()
         for name, value in state.items():
             if name not in positions:
                 raise ValueError(f"The checkpoint holds an outer parameter {name!r} that the model does not have.")
-            param = self._params[positions[name]]
-            if value.shape != param.shape:
+            expected = self._params[positions[name]].shape
+            if value.shape != expected:
                 raise ValueError(
-                    f"Expected shape {list(param.shape)} for outer parameter {name!r}, found {list(value.shape)}."
+                    f"Expected shape {list(expected)} for outer parameter {name!r}, found {list(value.shape)}."
                 )
             self._set(positions[name], value)
 

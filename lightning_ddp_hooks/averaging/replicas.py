@@ -1,7 +1,6 @@
 """Each rank's own model and inner optimizer state, gathered for a checkpoint and given back.
 
-The form, on the first rank (tensors, str, int and the like in lists and dicts only, so that it loads with
-``weights_only=True``):
+The form, on the first rank (it loads with ``weights_only=True``):
 
     {"world_size": 2,
      "ranks": [{"params": {name: tensor}, "buffers": {name: tensor}, "optimizers": [{position: {key: value}}]}, ...]}
@@ -10,7 +9,6 @@ The form, on the first rank (tensors, str, int and the like in lists and dicts o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +21,9 @@ from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
 # So much of each replica is sent at a time, since pickling doubles what it works on.
 _BATCH_BYTES = 32 << 20
 
+# Path in a replica, size (the same on all ranks), value.
+_Item = tuple[tuple[Any, ...], int, Any]
+
 
 def gather_replicas(
     params: Mapping[str, Tensor],
@@ -31,31 +32,34 @@ def gather_replicas(
     control_group: comm.ProcessGroup,
     own_value: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> dict[str, Any] | None:
-    """Return all replicas on the group's first rank, None elsewhere; collective.
+    """Return all replicas on the first rank of a CPU group, None elsewhere; collective.
 
-    Args:
-        params: the parameters that differ, by name; the same names on all ranks.
-        buffers: likewise.
-        optimizers: the inner optimizers.
-        control_group: a CPU group.
-        own_value: maps a parameter or buffer to the replica's value of it.
+    The names of parameters and buffers are the same on all ranks; ``own_value`` maps one to the replica's value of it.
     """
+    items: list[_Item] = []
+    for kind, tensors in (("params", params), ("buffers", buffers)):
+        items += [((kind, name), _nbytes(tensor), own_value(tensor)) for name, tensor in tensors.items()]
+    for number, optimizer in enumerate(optimizers):
+        state = optimizer.state_dict()["state"]
+        for position, param in enumerate(optimizer_params(optimizer)):
+            # Twice the parameter is what Adam keeps; ranks must agree on the size, so it is not looked up.
+            items.append((("optimizers", number, position), 2 * _nbytes(param), state.get(position)))
+
     first = comm.rank(control_group) == 0
     ranks: list[dict[str, Any]] = [
         {"params": {}, "buffers": {}, "optimizers": [{} for _ in optimizers]}
         for _ in range(comm.world_size(control_group) if first else 0)
     ]
-    items = _items(params, buffers, optimizers, own_value)
     for batch in _batches(items):
-        gathered = comm.gather_object([(path, _on_cpu(make())) for path, _, make in batch], control_group)
+        gathered = comm.gather_object([(path, _on_cpu(value)) for path, _, value in batch], control_group)
         for replica, pieces in zip(ranks, gathered or (), strict=True):
-            for path, value in pieces:
+            for (*parents, last), value in pieces:
                 if value is None:  # this rank's optimizer has no state for this parameter
                     continue
-                place = replica
-                for key in path[:-1]:
+                place: Any = replica
+                for key in parents:
                     place = place[key]
-                place[path[-1]] = value
+                place[last] = value
     return {"world_size": len(ranks), "ranks": ranks} if first else None
 
 
@@ -66,11 +70,7 @@ def restore_replica(
     buffers: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer],
 ) -> None:
-    """Make this rank continue as the given replica.
-
-    Raises:
-        ValueError: names, shapes or the number of optimizers differ.
-    """
+    """Make this rank continue as the given replica; raise ValueError if names, shapes or optimizers differ."""
     for kind, live in (("params", params), ("buffers", buffers)):
         for name, value in replica[kind].items():
             if name not in live or live[name].shape != value.shape:
@@ -89,28 +89,7 @@ def restore_replica(
         optimizer.load_state_dict(whole)  # brings tensors to the device and dtype of their parameter
 
 
-_Item = tuple[tuple[Any, ...], int, Callable[[], Any]]
-"""Where a value belongs in a replica, its size (the same on all ranks), and what returns it."""
-
-
-def _items(
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizers: Sequence[Optimizer],
-    own_value: Callable[[Tensor], Tensor],
-) -> Iterator[_Item]:
-    for kind, tensors in (("params", params), ("buffers", buffers)):
-        for name, tensor in tensors.items():
-            yield (kind, name), _nbytes(tensor), partial(own_value, tensor)
-    for number, optimizer in enumerate(optimizers):
-        state = optimizer.state_dict()["state"]
-        for position, param in enumerate(optimizer_params(optimizer)):
-            # Twice the parameter is what Adam keeps; ranks must agree on the size, so it is not looked up.
-            path = ("optimizers", number, position)
-            yield path, 2 * _nbytes(param), partial(state.get, position)
-
-
-def _batches(items: Iterator[_Item]) -> Iterator[list[_Item]]:
+def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
     batch: list[_Item] = []
     size = 0
     for item in items:

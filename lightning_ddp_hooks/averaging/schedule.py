@@ -18,22 +18,13 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class PeriodicSchedule:
-    """Averages every ``period`` steps from step ``warmup_steps`` on.
-
-    Attributes:
-        period: steps from one averaging to the next.
-        warmup_steps: steps before the first one; meanwhile gradients are averaged over all ranks.
-
-    Raises:
-        TypeError: not whole numbers.
-        ValueError: a period below 1, or a negative warm-up.
-    """
+    """Averages every ``period`` steps from step ``warmup_steps`` on."""
 
     period: int
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        """Check both numbers."""
+        """Raise TypeError or ValueError unless both are whole numbers in their range."""
         require_int("period", self.period, 1)
         require_int("warmup_steps", self.warmup_steps, 0)
 
@@ -44,28 +35,14 @@ class PeriodicSchedule:
 
 @dataclass(frozen=True)
 class HierarchicalSchedule:
-    """Averages over groups of several sizes, larger ones more rarely; the largest period that divides the step decides.
+    """Averages over groups of several sizes; the largest period that divides the step decides."""
 
-    Attributes:
-        levels: pairs of period and group size, both increasing.
-        warmup_steps: steps before the first averaging.
-    """
-
-    levels: tuple[tuple[int, int], ...]
+    levels: tuple[tuple[int, int], ...]  # period and group size, both increasing
     warmup_steps: int = 0
 
     @classmethod
     def build(cls, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0) -> HierarchicalSchedule:
-        """Check the specification and return the schedule.
-
-        Args:
-            period_group_size_dict: period -> number of ranks in each group, in increasing order of both.
-            warmup_steps: steps before the first averaging.
-
-        Raises:
-            TypeError: not a mapping of whole numbers.
-            ValueError: an empty one, numbers out of range or order, or groups that do not nest; with the numbers.
-        """
+        """Check a specification, period -> number of ranks in each group, and return the schedule."""
         require_int("warmup_steps", warmup_steps, 0)
         name = "period_group_size_dict"
         if not isinstance(period_group_size_dict, Mapping):
@@ -94,7 +71,7 @@ class HierarchicalSchedule:
         return cls(levels, warmup_steps)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError unless the last group is all ``world_size`` ranks."""
+        """Raise ValueError unless the largest group is all ``world_size`` ranks."""
         period, size = self.levels[-1]
         if size != world_size:
             raise ValueError(
@@ -103,7 +80,7 @@ class HierarchicalSchedule:
             )
 
     def group_size(self, step: int) -> int | None:
-        """Return over how many ranks ``step`` averages, or None if it does not."""
+        """Return the number of ranks that ``step`` averages over, or None if it does not average."""
         if step < self.warmup_steps:
             return None
         return next((size for period, size in reversed(self.levels) if step % period == 0), None)
@@ -118,16 +95,7 @@ class FragmentSchedule:
         period 8, fragments 2, delay 1, W = 0
         step        0    1   2   3    4        5       ...  8        9       ...  12
                     all              send 0   land 0        send 1   land 1       send 0
-
-    Attributes:
-        period: steps from one sending of a fragment to its next.
-        warmup_steps: the step at which the outer parameters begin as the mean of the replicas.
-        fragments: into how many parts the model is cut.
-        delay: steps from sending to landing; meanwhile training goes on.
-
-    Raises:
-        TypeError: not whole numbers.
-        ValueError: numbers out of range, or a fragment that would still be on its way when the next one is sent.
+    The outer parameters begin as the mean of the replicas at step W.
     """
 
     period: int
@@ -136,11 +104,9 @@ class FragmentSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers, then their combination."""
-        require_int("period", self.period, 1)
-        require_int("warmup_steps", self.warmup_steps, 0)
-        require_int("fragments", self.fragments, 1)
-        require_int("delay", self.delay, 0)
+        """Raise unless the numbers are in range, and each fragment lands before the next one is sent."""
+        for name, minimum in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
+            require_int(name, getattr(self, name), minimum)
         if self.fragments > self.period:
             raise ValueError(
                 f"{self.fragments} fragments do not fit into a period of {self.period} steps: a step sends at most one."
@@ -155,7 +121,7 @@ class FragmentSchedule:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The step of each fragment's sending within a period, from 1 to ``period``."""
+        """Step within a period, from 1 to ``period``, at which each fragment is sent."""
         return tuple((index + 1) * self.period // self.fragments for index in range(self.fragments))
 
     def begins(self, step: int) -> bool:
@@ -172,15 +138,7 @@ class FragmentSchedule:
 
 
 def split_fragments(weights: Sequence[int], fragments: int) -> list[list[int]]:
-    """Cut a sequence into consecutive parts of about equal weight.
-
-    Args:
-        weights: of the items, such as the number of elements of each parameter.
-        fragments: how many parts; some may be empty if there are few items.
-
-    Returns:
-        For each part the positions of its items.
-    """
+    """Cut a sequence into consecutive parts of about equal weight, some maybe empty; return the positions in each."""
     total, before = sum(weights), 0
     parts: list[list[int]] = [[] for _ in range(fragments)]
     for position, weight in enumerate(weights):
@@ -192,7 +150,7 @@ def split_fragments(weights: Sequence[int], fragments: int) -> list[list[int]]:
 
 
 def require_int(name: str, value: object, minimum: int) -> None:
-    """Raise unless ``value`` is a whole number of at least ``minimum``."""
+    """Raise TypeError or ValueError unless ``value`` is a whole number of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected a whole number for `{name}`, got {value!r}.")
     if value < minimum:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
+from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
+from lightning_ddp_hooks.averaging.bound import BoundAverager
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.averaging.schedule import PeriodicSchedule, require_number
 from lightning_ddp_hooks.hooks.state import whole_number
@@ -28,16 +29,16 @@ class SlowMo(ModelAverager):
     mean of the replicas. Two more copies of the model are kept.
 
     Args:
-        period: steps from one averaging to the next; the paper uses 12 to 48.
-        slowmo_factor: how much of the slow momentum is kept; the paper uses 0.4 to 0.8.
-        slowmo_lr: how far the slow step goes.
-        warmup_steps: see `ModelAverager`.
-        average_buffers: see `ModelAverager`.
-        optimizer_state: see `ModelAverager`.
+        period: Steps from one averaging to the next; the paper uses 12 to 48.
+        slowmo_factor: Share of the slow momentum that is kept; the paper uses 0.4 to 0.8.
+        slowmo_lr: Learning rate of the slow step.
+        warmup_steps: See `ModelAverager`.
+        average_buffers: See `ModelAverager`.
+        optimizer_state: See `ModelAverager`.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value out of range.
+        TypeError: Value of the wrong type.
+        ValueError: Value out of range.
 
     Differences from the paper: where the learning rate changes within a period, lr is its mean over the period's steps;
     a parameter that no optimizer has counts with lr 1, which changes nothing as long as the rate is constant.
@@ -71,30 +72,36 @@ class _BoundSlowMo(BoundAverager):
         super().__init__(settings, context)
         self._slow = settings
         self._schedule = PeriodicSchedule(settings.period, settings.warmup_steps)
-        self._outer = OuterModel(context.names, context.params)
+        self._outer = OuterModel(context)
         self._momentum: dict[int, Tensor] = {}
-        self._rates = _MeanRates(context)
+        # Learning rates of parameter groups, summed over the steps since the last averaging.
+        self._rate_sums: dict[str, Any] = {}
+        self._rate_steps = 0
 
     def _average(self, step: int) -> bool:
         if step >= self._slow.warmup_steps:
-            self._rates.note()
+            for key, group in self._param_groups():
+                # A rate may be a tensor on a device, which is not asked for its value in each step.
+                rate = group["lr"].detach() if isinstance(group["lr"], Tensor) else group["lr"]
+                self._rate_sums[key] = self._rate_sums.get(key, 0.0) + rate
+            self._rate_steps += 1
         if not self._schedule.due(step):
             return False
         self._average_model(self.group)
         self._slow_step()
-        self._rates.restart()
+        self._rate_sums, self._rate_steps = {}, 0
         return True
 
     @torch.no_grad()
     def _slow_step(self) -> None:
-        rates = self._rates.means()
+        rates = self._mean_rates()
         for index in self.trainable_indices():
             start = self._outer.values.get(index)
             if start is None:
                 self._outer.begin([index])
                 self._momentum[index] = torch.zeros_like(self._outer.values[index], requires_grad=False)
                 continue
-            param, rate = self.context.params[index], rates.get(index, 1.0)
+            param, rate = self.context.params[index], rates.get(id(self.context.params[index]), 1.0)
             if rate == 0.0:  # nothing was learnt in this period, so there is no direction to remember either
                 start.copy_(param)
                 continue
@@ -103,67 +110,34 @@ class _BoundSlowMo(BoundAverager):
             start.sub_(momentum, alpha=self._slow.slowmo_lr * rate)
             self._outer.write(index)
 
+    def _mean_rates(self) -> dict[int, float]:
+        """Return the mean rate since the last averaging of each parameter that an optimizer has, by id."""
+        rates: dict[int, float] = {}
+        for key, group in self._param_groups():
+            rate = float(self._rate_sums.get(key, 0.0)) / max(1, self._rate_steps)
+            rates.update((id(param), rate) for param in group["params"])
+        return rates
+
+    def _param_groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, optimizer in enumerate(self.context.optimizers()):
+            for position, group in enumerate(optimizer.param_groups):
+                if "lr" in group:
+                    yield f"{number}.{position}", group
+
     def _extra_state(self) -> dict[str, Any]:
         names = self.context.names
+        sums = {key: float(value) for key, value in self._rate_sums.items()}
         return {
             "outer": self._outer.state_dict(),
             "momentum": {names[i]: u.to("cpu", copy=True) for i, u in sorted(self._momentum.items())},
-            "rates": self._rates.state_dict(),
+            "rates": {"sums": sums, "steps": self._rate_steps},
         }
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:
         self._outer.load_state_dict(state["outer"])
-        names = self.context.names
         self._momentum = {
-            index: torch.empty_like(value, requires_grad=False).copy_(state["momentum"][names[index]])
+            index: torch.empty_like(value, requires_grad=False).copy_(state["momentum"][self.context.names[index]])
             for index, value in self._outer.values.items()
         }
-        self._rates.load_state_dict(state["rates"])
-
-
-class _MeanRates:
-    """The mean learning rate of each parameter over the steps since the last averaging."""
-
-    def __init__(self, context: AveragingContext) -> None:
-        self._context = context
-        self._sums: dict[str, float] = {}
-        self._steps = 0
-
-    def note(self) -> None:
-        """Add this step's rates."""
-        for key, group in self._groups():
-            self._sums[key] = self._sums.get(key, 0.0) + float(group["lr"])
-        self._steps += 1
-
-    def means(self) -> dict[int, float]:
-        """Return parameter position -> mean rate, for the parameters that an optimizer has."""
-        positions = {id(param): index for index, param in enumerate(self._context.params)}
-        means: dict[int, float] = {}
-        for key, group in self._groups():
-            rate = self._sums.get(key, 0.0) / max(1, self._steps)
-            for param in group["params"]:
-                if id(param) in positions:
-                    means[positions[id(param)]] = rate
-        return means
-
-    def restart(self) -> None:
-        """Begin a new period."""
-        self._sums.clear()
-        self._steps = 0
-
-    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
-        return [
-            (f"{number}.{position}", group)
-            for number, optimizer in enumerate(self._context.optimizers())
-            for position, group in enumerate(optimizer.param_groups)
-            if "lr" in group
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
-        return {"sums": dict(self._sums), "steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
-        self._sums = {str(key): float(value) for key, value in state["sums"].items()}
-        self._steps = whole_number(state["steps"])
+        self._rate_sums = {str(key): float(value) for key, value in state["rates"]["sums"].items()}
+        self._rate_steps = whole_number(state["rates"]["steps"])

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
-from lightning_ddp_hooks.averaging.found_inf import agree_on_found_inf
+from lightning_ddp_hooks.averaging.gradients import agree_on_found_inf
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -25,8 +25,8 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
 from lightning_ddp_hooks.averaging.driver import Averaging
+from lightning_ddp_hooks.averaging.gradients import replicas_should_be_identical
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
 from lightning_ddp_hooks.fabric.settings import Settings
 from lightning_ddp_hooks.health.heartbeat import Progress
@@ -337,7 +337,7 @@ class ModelRun:
     def _check_replicas(self, when: str) -> None:
         asked_for = bool(self._settings.check_replicas_every_n_steps)
         reducer = self.reducer
-        if reducer.world_size == 1 or not replicas_meant_alike(
+        if reducer.world_size == 1 or not replicas_should_be_identical(
             self.step, self.hook, self._averaging, asked_for=asked_for
         ):
             return

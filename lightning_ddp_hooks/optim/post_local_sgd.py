@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.bound import BoundAverager
 from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
 from lightning_ddp_hooks.join.context import Join
 from lightning_ddp_hooks.optim.sharded_optimizer import JoinableOptimizer

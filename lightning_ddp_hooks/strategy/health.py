@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.arguments import require_check_interval, require_flag
-from lightning_ddp_hooks.averaging.alike import replicas_meant_alike
+from lightning_ddp_hooks.averaging.gradients import replicas_should_be_identical
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
@@ -145,7 +145,7 @@ class HealthStrategy(LogsStrategy):
         """Whether all ranks are meant to have the same parameters now."""
         hook = self._hook if self._fit_hook is None else self._fit_hook
         asked_for = bool(self._check_replicas_every)
-        return replicas_meant_alike(self._step, hook, self._averaging, asked_for=asked_for)
+        return replicas_should_be_identical(self._step, hook, self._averaging, asked_for=asked_for)
 
     def _check_replicas(self, when: str) -> None:
         """Compare the parameters of all ranks, where they are meant to be the same; a collective call."""
