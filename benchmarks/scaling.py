@@ -19,13 +19,13 @@ import torch
 from _harness import format_table
 from svg_plot import COLOURS, GREY, Line, lines, page
 
+from lightning_ddp_hooks.advisor.cost_model import BucketCost, predict, predict_averaging
+from lightning_ddp_hooks.advisor.link_model import Algorithm, Link, Network
+from lightning_ddp_hooks.advisor.profile import BackwardProfile
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import measure_compute
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.monitor.cost_model import BucketCost, predict, predict_averaging
-from lightning_ddp_hooks.monitor.link_model import Algorithm, Link, Network
-from lightning_ddp_hooks.monitor.profile import BackwardProfile
 
 WORLD_SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 HOOKS = ["allreduce", "bf16", "int8", "powersgd-4"]

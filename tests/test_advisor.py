@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ddp_hooks.advisor.advice import Change, Option, advise, align, mb_text, ms_text, table
+from lightning_ddp_hooks.advisor.cost_model import Prediction
+from lightning_ddp_hooks.advisor.profile import BackwardProfile, StepSample, profile_of, slowest
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
 from lightning_ddp_hooks.cli.target import make_object
 from lightning_ddp_hooks.hooks import BlockQuantize, OneBit
-from lightning_ddp_hooks.monitor.advisor import Change, Option, advise, align, mb_text, ms_text, table
-from lightning_ddp_hooks.monitor.cost_model import Prediction
-from lightning_ddp_hooks.monitor.profile import BackwardProfile, StepSample, profile_of, slowest
 from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import sent_by_rank
 

@@ -21,7 +21,7 @@ LAYERS = [
     ["averaging"],
     ["hooks"],
     ["reducer", "health"],
-    ["monitor"],
+    ["advisor", "monitor"],
     ["comm"],
     ["traffic", "arguments"],
     ["_compat"],

@@ -2,15 +2,14 @@
 
 import pytest
 
-from lightning_ddp_hooks.monitor.cost_model import (
+from lightning_ddp_hooks.advisor.cost_model import (
     BucketCost,
     ComputeStep,
     Phase,
-    allreduce_cost,
     predict,
     predict_averaging,
 )
-from lightning_ddp_hooks.monitor.link_model import (
+from lightning_ddp_hooks.advisor.link_model import (
     Link,
     Network,
     bandwidth_text,
@@ -21,6 +20,11 @@ from lightning_ddp_hooks.monitor.link_model import (
 
 # 2 ranks on it: an all-reduce of S bytes takes 2 * 1 * (0 + S / 2 / 100) = S / 100 seconds.
 SIMPLE = Network(link=Link(latency=0.0, bandwidth=100.0))
+
+
+def allreduce_cost(bucket_bytes: list[int]) -> list[BucketCost]:
+    """What the plain mean does for each bucket."""
+    return [BucketCost((Phase(0.0, "all_reduce", nbytes),)) for nbytes in bucket_bytes]
 
 
 def _step(*ready: float, before: float = 1.0, backward: float = 4.0, after: float = 0.5) -> ComputeStep:
@@ -208,18 +212,6 @@ def test_averaging_divides_the_exchange_over_the_period() -> None:
     predicted = predict_averaging(step, 800, SIMPLE, 2, period=4)
     assert predicted.step == pytest.approx(step.seconds + 8.0 / 4)
     assert predicted.sent == pytest.approx(800 / 4)
-
-
-def test_fragments_with_a_delay_hide_behind_the_steps_between() -> None:
-    step = _step(4.0)  # 5.5 s
-    # Every 2 steps a half of 400 bytes, 4 s: hidden in one step.
-    assert predict_averaging(step, 800, SIMPLE, 2, period=4, fragments=2, delay=1).exposed == 0.0
-    # A half of 800 bytes, 8 s: 2.5 s of it are not hidden, every 2 steps.
-    assert predict_averaging(step, 1600, SIMPLE, 2, period=4, fragments=2, delay=1).exposed == pytest.approx(1.25)
-    # In a quarter of the bytes: all hidden.
-    quarter = predict_averaging(step, 1600, SIMPLE, 2, period=4, fragments=2, delay=1, wire_ratio=0.25)
-    assert quarter.exposed == 0.0
-    assert quarter.sent == pytest.approx(200 * 2 / 4)
 
 
 def test_a_prediction_needs_the_cost_of_every_bucket_and_a_possible_timeline() -> None:

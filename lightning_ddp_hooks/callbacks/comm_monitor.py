@@ -134,13 +134,15 @@ class CommMonitor(Callback):
             error = CompressionError(self._groups[1], self.error_every_n_steps)
         backend = comm.backend_name(reducer.group)
         traffic = ByteCounter()
-        self._recorder = Recorder(clock_for(strategy.root_device, queues_waits=backend == "nccl"), traffic, error)
+        clock = clock_for(strategy.root_device, queues_waits=backend == "nccl")
+        has_hook = strategy._bound_hook is not None
+        self._recorder = Recorder(clock, traffic, error, has_hook=has_hook)
         self.record = RunRecord(
             world_size=reducer.world_size,
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts=_facts(trainer, strategy, backend),
-            has_hook=strategy._bound_hook is not None,
+            has_hook=has_hook,
             bucket_cap_bytes=strategy.reducer.stats()["bucket_cap_bytes"],
         )
         self._unlogged = []

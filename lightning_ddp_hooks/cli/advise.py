@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.advisor.advice import CHANGES, Advice, Option, advise, mb_text, ms_text, table
+from lightning_ddp_hooks.advisor.cost_model import predict, predict_averaging
+from lightning_ddp_hooks.advisor.link_model import Link, Network, bandwidth_text
+from lightning_ddp_hooks.advisor.profile import BackwardProfile, slowest
 from lightning_ddp_hooks.cli import network as network_options
 from lightning_ddp_hooks.cli import target as target_options
 from lightning_ddp_hooks.cli.bench_command import STEPS, bench_text
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.compute import measure_compute
 from lightning_ddp_hooks.cli.hook_cost import MIB, measure_hooks
-from lightning_ddp_hooks.monitor.advisor import CHANGES, Advice, Option, advise, mb_text, ms_text, table
-from lightning_ddp_hooks.monitor.cost_model import predict, predict_averaging
-from lightning_ddp_hooks.monitor.link_model import Link, Network, bandwidth_text
-from lightning_ddp_hooks.monitor.profile import BackwardProfile, slowest
 from lightning_ddp_hooks.reducer.config import DEFAULT_CAP_MB
 
 DESCRIPTION = """\

@@ -17,13 +17,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.advisor.advice import align, ms_text
 from lightning_ddp_hooks.cli import target as target_options
 from lightning_ddp_hooks.cli.advise import add_shared_arguments, device_of, positive_float, positive_int
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import PLENTY, QUIET, fit_arguments
 from lightning_ddp_hooks.cli.network import world
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.monitor.advisor import align, ms_text
 from lightning_ddp_hooks.strategy import DDPHooksStrategy
 
 DESCRIPTION = """\

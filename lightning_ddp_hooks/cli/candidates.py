@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_ddp_hooks.advisor.advice import Change
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks import BlockQuantize, Cast, OneBit, PowerSGD, TopK
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.monitor.advisor import Change
 
 _HOOKS = "lightning_ddp_hooks.hooks"
 _AVERAGING = "lightning_ddp_hooks.averaging"

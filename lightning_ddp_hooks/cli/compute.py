@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ddp_hooks.advisor.profile import BackwardProfile, StepSample, profile_of
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.monitor.profile import BackwardProfile, StepSample, profile_of
 
 WARM_STEPS = 3
 PLENTY = 100_000

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.advisor.link_model import bandwidth_text
 from lightning_ddp_hooks.cli.advise import device_of, positive_int
 from lightning_ddp_hooks.cli.bench import start_processes
 from lightning_ddp_hooks.cli.network import measure_link, world
-from lightning_ddp_hooks.monitor.link_model import bandwidth_text
 from lightning_ddp_hooks.reducer.backend import BUILD_COMMAND
 from lightning_ddp_hooks.reducer.native import build
 

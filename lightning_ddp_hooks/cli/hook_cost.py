@@ -15,17 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.advisor.cost_model import BucketCost, Phase
+from lightning_ddp_hooks.advisor.profile import BackwardProfile
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
-from lightning_ddp_hooks.monitor.cost_model import BucketCost, Phase
-from lightning_ddp_hooks.monitor.profile import BackwardProfile
-from lightning_ddp_hooks.monitor.timeline import median
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout, rebuilt_layout
 from lightning_ddp_hooks.traffic import ByteCounter, Collective

@@ -6,11 +6,12 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.monitor.link_model import (
+from lightning_ddp_hooks.advisor.link_model import (
     ALGORITHMS,
     Link,
     Network,
@@ -18,7 +19,6 @@ from lightning_ddp_hooks.monitor.link_model import (
     parse_bandwidth,
     parse_latency,
 )
-from lightning_ddp_hooks.monitor.timeline import median
 
 _SMALL, _LARGE = 1 << 10, 8 << 20
 _REPEATS = 5

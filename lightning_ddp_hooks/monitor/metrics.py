@@ -17,18 +17,11 @@ from lightning_ddp_hooks.monitor.timeline import (
 def step_metrics(
     steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True, prefix: str = "comm"
 ) -> dict[str, float]:
-    """Return means over the steps, by name; times in milliseconds.
+    """Return means over the steps, of which there is at least one, by name; times in milliseconds.
 
-    Args:
-        steps: since the last log; at least one.
-        world_size: number of ranks.
-        per_bucket: add the figures of each bucket, by its index.
-        prefix: of all names.
-
-    Returns:
-        ``exposed_ms``, ``time_ms``, ``overlap``, ``sent_bytes`` and, if something was sent, ``compression``; if they
-        were compared, ``error``; and for each bucket ``bucket_0/exposed_ms``, ``.../time_ms``, ``.../sent_bytes`` and
-        ``.../error``.
+    The names are ``exposed_ms``, ``time_ms``, ``overlap``, ``sent_bytes`` and, if something was sent, ``compression``;
+    if reduced gradients were compared, ``error``; with ``per_bucket`` also ``bucket_0/exposed_ms``, ``.../time_ms``,
+    ``.../sent_bytes`` and ``.../error`` for each bucket.
     """
     count = len(steps)
     values = {
@@ -47,7 +40,7 @@ def step_metrics(
 
 
 def _bucket_metrics(steps: Sequence[StepTiming]) -> dict[str, float]:
-    """Return sums of each bucket, over the backwards of a step, in the mean over the steps."""
+    """Return figures of each bucket, summed over the backwards of a step and averaged over the steps."""
     values: dict[str, float] = {}
     errors: dict[int, list[float]] = {}
     for step in steps:

@@ -1,13 +1,21 @@
-"""The report: one HTML page without scripts or outside files. Pure; `report_svg` draws, `report_text` says."""
+"""The report: one HTML page without scripts or outside files. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from statistics import median
 
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
+from lightning_ddp_hooks.monitor.report_charts import (
+    BUCKET_COLORS,
+    budget_chart,
+    key,
+    parameters_chart,
+    timeline_chart,
+    waiting_chart,
+)
 from lightning_ddp_hooks.monitor.report_style import STYLE
-from lightning_ddp_hooks.monitor.report_svg import budget_svg, exposed_svg, parameters_svg, timeline_svg
 from lightning_ddp_hooks.monitor.report_text import (
     advice,
     bytes_text,
@@ -20,7 +28,6 @@ from lightning_ddp_hooks.monitor.report_text import (
 from lightning_ddp_hooks.monitor.timeline import (
     BucketTiming,
     StepTiming,
-    median,
     median_step,
     typical_steps,
     typical_waiting,
@@ -30,12 +37,8 @@ _BUCKETS_LISTED = 40
 
 
 def build_report(record: RunRecord) -> str:
-    """Return the page.
-
-    Args:
-        record: of the rank that writes the report; may hold no steps.
-    """
-    facts = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in record.facts.items())
+    """Return the page for the record of the rank that writes it; it may hold no steps."""
+    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in record.facts.items())
     note = run_note(record)
     head = f"<header><h1>Communication report</h1><dl>{facts}</dl></header>"
     if note:
@@ -46,15 +49,16 @@ def build_report(record: RunRecord) -> str:
     summary = Summary.of(steps, record.world_size)
     step = median_step(steps)
     said = advice(steps, summary, record.world_size, has_hook=record.has_hook, bucket_cap_bytes=record.bucket_cap_bytes)
-    lead = (
-        f'<p class="verdict">{escape(headline(steps, summary, record.world_size))}</p>'
-        f'<p class="advice">{_with_code(said)}</p>'
-    )
-    sections = [
+    parts = [
+        head,
+        f'<p class="verdict">{escape(headline(steps, summary, record.world_size))}</p>',
+        f'<p class="advice">{_with_code(said)}</p>',
         _cards(summary),
-        _section("A typical step", _timeline_note(step), _typical(step, has_hook=record.has_hook)),
+        _typical_step(step, has_hook=record.has_hook),
         _section(
-            "Waiting, step by step", "How long each step waited for communication.", exposed_svg(steps, summary.exposed)
+            "Waiting, step by step",
+            "How long each step waited for communication.",
+            waiting_chart(steps, summary.exposed),
         ),
         _buckets(steps, step),
         _parameters(record, step),
@@ -62,7 +66,7 @@ def build_report(record: RunRecord) -> str:
         _ranks(record),
         _legend(),
     ]
-    return _page(head + lead + "".join(sections))
+    return _page("".join(parts))
 
 
 def _page(body: str) -> str:
@@ -104,30 +108,24 @@ def _cards(summary: Summary) -> str:
     return f'<div class="cards">{inside}</div>'
 
 
-def _timeline_note(step: StepTiming) -> str:
-    return f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
-
-
-def _typical(step: StepTiming, *, has_hook: bool) -> str:
-    chart = timeline_svg(step, has_hook=has_hook) + _timeline_key(has_hook=has_hook)
-    return chart + budget_svg(step, has_hook=has_hook)
-
-
-def _timeline_key(*, has_hook: bool) -> str:
-    entries = [
+def _typical_step(step: StepTiming, *, has_hook: bool) -> str:
+    colors = [
         ("hook", "the hook computes, launches" if has_hook else "launching"),
         ("hidden", "in flight, hidden"),
         ("exposed", "in flight after the backward"),
     ]
-    inside = "".join(f'<span><i class="{css}"></i>{escape(text)}</span>' for css, text in entries)
-    return f'<p class="key">{inside}</p>'
+    charts = timeline_chart(step, has_hook=has_hook) + key(colors) + budget_chart(step, has_hook=has_hook)
+    note = f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
+    return _section("A typical step", note, charts)
 
 
 # ---------------------------------------------------------------------- tables
 
 
-def _bar(share: float, css: str) -> str:
-    return f'<i class="bar {css}" style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i>'
+def _bars(*bars: tuple[float, str]) -> str:
+    """Draw bars one below the other: pairs of a share of the width and a class."""
+    drawn = [f'<i class="bar {css}" style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i>' for share, css in bars]
+    return f'<div class="bars">{"".join(drawn)}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -152,21 +150,20 @@ def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
         errors = [b.error for b in mine if b.error is not None]
         rows.append(
             [
-                f'<span class="dot b{bucket.index % 6}"></span>{bucket.index}',
+                f'<span class="dot b{bucket.index % BUCKET_COLORS}"></span>{bucket.index}',
                 f'<span title="{escape(", ".join(bucket.names))}">{escape(_contents(bucket))}</span>',
-                f'<div class="bars">{_bar(bucket.grad_bytes / largest, "faint")}{_bar(sent / largest, "sent")}</div>',
+                _bars((bucket.grad_bytes / largest, "faint"), (sent / largest, "sent")),
                 bytes_text(bucket.grad_bytes),
                 bytes_text(sent),
-                seconds_text(median([b.in_flight[1] - b.in_flight[0] for b in mine])),
-                f'<div class="bars">{_bar(exposed / worst, "exposed")}</div>',
+                seconds_text(median(b.in_flight[1] - b.in_flight[0] for b in mine)),
+                _bars((exposed / worst, "exposed")),
                 seconds_text(exposed),
                 f"{sum(errors) / len(errors):.2g}" if errors else "",
             ]
         )
     for what, seconds in (("the hook computes", waiting.hook), ("no bucket in flight", waiting.after)):
         if seconds >= 0.5e-6:  # else it would be shown as 0 us
-            bar = f'<div class="bars">{_bar(seconds / worst, "exposed")}</div>'
-            rows.append(["", what, "", "", "", "", bar, seconds_text(seconds), ""])
+            rows.append(["", what, "", "", "", "", _bars((seconds / worst, "exposed")), seconds_text(seconds), ""])
     head = ["bucket", "parameters", "gradients, sent", "gradients", "sent", "in flight", "", "waited for", "error"]
     if all(not row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
@@ -187,7 +184,7 @@ def _contents(bucket: BucketTiming) -> str:
 def _parameters(record: RunRecord, step: StepTiming) -> str:
     bucket_of = {name: bucket.index for bucket in step.buckets for name in bucket.names}
     sizes = {name: n for name, n in record.parameter_bytes.items() if name in bucket_of}
-    chart = parameters_svg(sizes, bucket_of)
+    chart = parameters_chart(sizes, bucket_of)
     if not chart:
         return ""
     total = sum(sizes.values())
@@ -198,7 +195,7 @@ def _parameters(record: RunRecord, step: StepTiming) -> str:
     rows = [
         [
             f"<code>{escape(name)}</code>",
-            f'<div class="bars">{_bar(sizes[name] / sizes[first[0]], f"b{bucket_of[name] % 6}")}</div>',
+            _bars((sizes[name] / sizes[first[0]], f"b{bucket_of[name] % BUCKET_COLORS}")),
             bytes_text(sizes[name]),
             share_text(sizes[name] / total),
             bytes_text(sizes[name] * factor.get(name, 0.0)),
@@ -207,7 +204,7 @@ def _parameters(record: RunRecord, step: StepTiming) -> str:
         for name in first
     ]
     table = _table(["largest parameters", "", "gradient", "of all", "sent", "bucket"], rows)
-    note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a colour is a bucket."
+    note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a color is a bucket."
     return _section("Bytes by parameter", note, chart + table)
 
 
@@ -223,7 +220,7 @@ def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
     rows = [
         [
             escape(name),
-            f'<div class="bars">{_bar(sent / total, "sent")}</div>',
+            _bars((sent / total, "sent")),
             bytes_text(sent / len(steps)),
             share_text(sent / total),
         ]
@@ -244,7 +241,7 @@ def _ranks(record: RunRecord) -> str:
         [
             f"{_figure(row, 'rank'):.0f}",
             seconds_text(_figure(row, "duration")),
-            f'<div class="bars">{_bar(_figure(row, "exposed") / (worst or 1.0), "exposed")}</div>',
+            _bars((_figure(row, "exposed") / (worst or 1.0), "exposed")),
             seconds_text(_figure(row, "exposed")),
             seconds_text(_figure(row, "communication")),
             share_text(_figure(row, "overlap")),
