@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import lab_models
@@ -132,11 +132,11 @@ def main() -> None:
     parser.add_argument("--output", choices=["text", "markdown"], default="text", help="form of the tables")
     args = parser.parse_args()
     if args.profile is not None and args.profile.exists():
-        profile = BackwardProfile.from_dict(json.loads(args.profile.read_text()))
+        profile = BackwardProfile(**json.loads(args.profile.read_text()))
     else:
         profile = profile_of_transformer(args.steps)
         if args.profile is not None:
-            args.profile.write_text(json.dumps(profile.as_dict()))
+            args.profile.write_text(json.dumps(asdict(profile)))
     found = predictions(profile)
     print(f"PREDICTED, not measured: ms a step; {1e3 * profile.seconds:.0f} without communication")
     for title, by_hook in found.items():

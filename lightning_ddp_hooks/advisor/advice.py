@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from lightning_ddp_hooks.advisor.cost_model import Prediction
 
@@ -42,10 +42,6 @@ class Option:
     bucket_cap_mb: float | None
     memory: int
     predicted: Prediction
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the option as numbers and strings."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

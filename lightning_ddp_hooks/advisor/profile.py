@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from lightning_ddp_hooks.advisor.cost_model import ComputeStep
 
@@ -58,16 +57,6 @@ class BackwardProfile:
             complete = min(max(self.ready[index] for index in bucket), self.backward)
             ready.append(max(complete, ready[-1] if ready else 0.0))
         return ComputeStep(self.before, tuple(ready), self.backward, self.after)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the profile as numbers, strings and lists, for another process."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BackwardProfile:
-        """Undo `as_dict`."""
-        tuples: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
-        return cls(**{**tuples, "shapes": tuple(map(tuple, values["shapes"]))})
 
 
 @dataclass(frozen=True)

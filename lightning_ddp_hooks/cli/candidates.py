@@ -22,10 +22,10 @@ class Candidate:
     Attributes:
         change: how much of the maths it changes.
         effect: the same in words.
-        hook: makes the hook as it is once its warm-up is over.
-        averager: makes the averager, likewise.
-        setting: the strategy's argument as YAML, without a warm-up's exact length, which is the user's to choose.
-        copies: copies of the parameters that an averager keeps.
+        hook: makes the hook as it is after its warm-up.
+        averager: makes the averager as it is after its warm-up.
+        setting: argument of the strategy as YAML; how long a warm-up should be is the user's choice.
+        copies: number of copies of the parameters that an averager keeps.
     """
 
     change: Change
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def period(self) -> int:
-        """Steps after which the same steps come again."""
+        """Number of steps after which the pattern of communication repeats."""
         return int(getattr(self.averager(), "period", 1)) if self.averager is not None else 1
 
     def yaml(self, bucket_cap_mb: float | None) -> str:

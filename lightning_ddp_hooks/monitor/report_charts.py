@@ -189,5 +189,7 @@ def parameters_chart(parameter_bytes: Mapping[str, int], bucket_of: Mapping[str,
         drawn.append(f'<div style="flex:{height}">{"".join(boxes)}</div>')
     if others := ordered[at_most:]:
         height, text = sum(parameter_bytes[name] for name in others), f"{len(others)} smaller ones"
-        drawn.append(f'<div style="flex:{height}">{_box("rest", "flex:1", f"{text}: {bytes_text(height)}", text)}</div>')
+        drawn.append(
+            f'<div style="flex:{height}">{_box("rest", "flex:1", f"{text}: {bytes_text(height)}", text)}</div>'
+        )
     return f'<div class="map">{"".join(drawn)}</div>' if drawn else ""
