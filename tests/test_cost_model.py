@@ -124,13 +124,7 @@ def test_other_texts_are_no_bandwidth(text: str) -> None:
         parse_bandwidth(text)
 
 
-def test_impossible_links_are_refused() -> None:
-    with pytest.raises(ValueError, match="latency of at least 0"):
-        Link(latency=-1.0, bandwidth=1.0)
-    with pytest.raises(ValueError, match="bandwidth above 0"):
-        Link(latency=0.0, bandwidth=0.0)
-    with pytest.raises(ValueError, match="the link between the 2 ranks of a host"):
-        Network(link=SIMPLE.link, ranks_per_host=2)
+def test_other_texts_are_no_latency() -> None:
     with pytest.raises(ValueError, match="latency such as"):
         parse_latency("1 hour")
 
@@ -142,13 +136,12 @@ def test_one_bucket_at_the_end_of_the_backward_is_all_exposed() -> None:
     predicted = predict(_step(4.0), allreduce_cost([300]), SIMPLE, 2)
     assert predicted.step == pytest.approx(1 + 4 + 3 + 0.5)
     assert (predicted.exposed, predicted.communication, predicted.sent) == (3.0, 3.0, 300.0)
-    assert predicted.overlap == 0.0
 
 
 def test_a_bucket_that_is_ready_early_costs_nothing() -> None:
     predicted = predict(_step(1.0), allreduce_cost([300]), SIMPLE, 2)
     assert predicted.step == _step(1.0).seconds
-    assert (predicted.exposed, predicted.overlap) == (0.0, 1.0)
+    assert predicted.exposed == 0.0
 
 
 def test_buckets_queue_on_the_link() -> None:
@@ -199,7 +192,7 @@ def test_on_a_stream_hooks_run_beside_the_backward() -> None:
 def test_one_rank_communicates_nothing() -> None:
     predicted = predict(_step(1.0, 4.0), allreduce_cost([1000, 1000]), SIMPLE, 1)
     assert predicted.step == _step(1.0, 4.0).seconds
-    assert (predicted.communication, predicted.sent, predicted.overlap) == (0.0, 0.0, 1.0)
+    assert (predicted.communication, predicted.sent) == (0.0, 0.0)
 
 
 def test_bytes_are_those_that_the_reducer_sends() -> None:
@@ -212,12 +205,3 @@ def test_averaging_divides_the_exchange_over_the_period() -> None:
     predicted = predict_averaging(step, 800, SIMPLE, 2, period=4)
     assert predicted.step == pytest.approx(step.seconds + 8.0 / 4)
     assert predicted.sent == pytest.approx(800 / 4)
-
-
-def test_a_prediction_needs_the_cost_of_every_bucket_and_a_possible_timeline() -> None:
-    with pytest.raises(ValueError, match="cost of 2 buckets, got 1"):
-        predict(_step(1.0, 2.0), allreduce_cost([1]), SIMPLE, 2)
-    with pytest.raises(ValueError, match="ascending times within a backward"):
-        _step(2.0, 1.0)
-    with pytest.raises(ValueError, match="ascending times within a backward"):
-        _step(5.0)

@@ -54,21 +54,12 @@ class ComputeStep:
         ready: for each bucket, when its gradients are complete; from the start of that backward, ascending.
         backward: length of that backward.
         after: optimizer and all else.
-
-    Raises:
-        ValueError: times that cannot be.
     """
 
     before: float
     ready: tuple[float, ...]
     backward: float
     after: float
-
-    def __post_init__(self) -> None:
-        if list(self.ready) != sorted(self.ready) or (self.ready and not 0 <= self.ready[-1] <= self.backward):
-            raise ValueError(
-                f"Expected ascending times within a backward of {self.backward} s for `ready`, got {self.ready}."
-            )
 
     @property
     def seconds(self) -> float:
@@ -94,11 +85,6 @@ class Prediction:
     communication: float
     sent: float
 
-    @property
-    def overlap(self) -> float:
-        """Fraction of the communication that the step does not wait for; 1 if there is none."""
-        return 1.0 if not self.communication else max(0.0, 1.0 - self.exposed / self.communication)
-
 
 def predict(
     step: ComputeStep, buckets: Sequence[BucketCost], network: Network, world_size: int, *, on_stream: bool = False
@@ -111,12 +97,7 @@ def predict(
         network: links between the ranks.
         world_size: number of ranks.
         on_stream: hooks and collectives run on a stream of their own, not on the thread of the backward.
-
-    Raises:
-        ValueError: the step has another number of buckets.
     """
-    if len(buckets) != len(step.ready):
-        raise ValueError(f"Expected the cost of {len(step.ready)} buckets, got {len(buckets)}.")
     run = _Stream(network, world_size) if on_stream else _Thread(network, world_size)
     for ready, cost in zip(step.ready, buckets, strict=True):
         run.launch(ready, cost)

@@ -41,19 +41,10 @@ class Link:
     Attributes:
         latency: seconds until an empty message has arrived, including the time that software takes.
         bandwidth: bytes per second in each direction.
-
-    Raises:
-        ValueError: a negative latency, or no bandwidth.
     """
 
     latency: float
     bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"Expected a latency of at least 0 seconds, got {self.latency}.")
-        if not self.bandwidth > 0:
-            raise ValueError(f"Expected a bandwidth above 0 bytes per second, got {self.bandwidth}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +57,6 @@ class Network:
         inner: link between the ranks of one host; needed if there are several.
         algorithm: algorithm of all-reduces. ``"hierarchical"`` makes use of ``inner``; the others are as fast as the
             slowest link that they cross.
-
-    Raises:
-        ValueError: several ranks on a host, and no link between them.
     """
 
     link: Link
@@ -76,21 +64,8 @@ class Network:
     inner: Link | None = None
     algorithm: Algorithm = "ring"
 
-    def __post_init__(self) -> None:
-        if self.ranks_per_host < 1:
-            raise ValueError(f"Expected at least one rank per host, got {self.ranks_per_host}.")
-        if self.ranks_per_host > 1 and self.inner is None:
-            raise ValueError(f"Expected `inner`, the link between the {self.ranks_per_host} ranks of a host.")
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"Expected an algorithm of {', '.join(ALGORITHMS)}, got {self.algorithm!r}.")
-
     def seconds(self, collective: Collective, nbytes: float, world_size: int) -> float:
-        """Return how long a collective takes on links that nothing else uses.
-
-        Args:
-            collective: which collective.
-            nbytes: what each rank puts in.
-            world_size: number of ranks; those of one host are neighbors.
+        """Return how long a collective takes on links that nothing else uses, if each rank puts in ``nbytes``.
 
         Raises:
             ValueError: the hosts are not full.

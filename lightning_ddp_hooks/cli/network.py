@@ -18,7 +18,7 @@ from lightning_ddp_hooks.advisor.link_model import (
     parse_bandwidth,
     parse_latency,
 )
-from lightning_ddp_hooks.cli.common import synchronize
+from lightning_ddp_hooks.cli.common import positive_int, synchronize
 
 _SMALL, _LARGE = 1 << 10, 8 << 20
 _REPEATS = 5
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="of a message between hosts, such as 50us or 0.1ms (default: 0.1ms)")  # fmt: skip
     group.add_argument("--measure-link", action="store_true",
                        help="measure it between the ranks of this run instead; start them with torchrun")  # fmt: skip
-    group.add_argument("--ranks-per-host", type=int, default=1, metavar="N",
+    group.add_argument("--ranks-per-host", type=positive_int, default=1, metavar="N",
                        help="ranks that share a link (default: 1)")  # fmt: skip
     group.add_argument("--inner-bandwidth", type=_argument(parse_bandwidth), metavar="RATE",
                        help="between the ranks of a host (default: 20GB/s)")  # fmt: skip

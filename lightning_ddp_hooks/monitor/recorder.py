@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,31 +20,13 @@ from lightning_ddp_hooks.monitor.timeline import BucketTiming, Interval, StepTim
 from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal
 
 
-class WatchedBucket(Protocol):
-    """What a recorder needs of the reducer's ``GradBucket``."""
-
-    names: tuple[str, ...]
-
-    def index(self) -> int:
-        """Return its position in the order of reduction."""
-        ...
-
-    def buffer(self) -> Tensor:
-        """Return the flat gradients."""
-        ...
-
-    def parameters(self) -> list[Tensor]:
-        """Return its parameters."""
-        ...
-
-
 class _InFlightBucket:
-    """Instants of a bucket between its last gradient and the end of its reduction."""
+    """Instants of a bucket (a `GradBucket`) between its last gradient and the end of its reduction."""
 
-    def __init__(self, bucket: WatchedBucket, scale: float, ready: Instant) -> None:
-        self.bucket: WatchedBucket | None = bucket
-        self.index = bucket.index()
-        self.names = bucket.names
+    def __init__(self, bucket: Any, scale: float, ready: Instant) -> None:
+        self.index: int = bucket.index()
+        self.names: tuple[str, ...] = bucket.names
+        self.gradients: Tensor | None = bucket.buffer()
         self.grad_bytes = bucket.buffer().nbytes
         self.scale = scale
         self.sent = ByteTotal()
@@ -218,8 +200,7 @@ class Recorder:
     def end_step(self, local_bytes: int = 0) -> list[StepTiming]:
         """End the step that is open, if any, and return the steps whose instants have all passed by now.
 
-        Args:
-            local_bytes: size of the gradients that stay on this rank if none are exchanged in this step.
+        ``local_bytes`` is the size of the gradients that stay on this rank if none are exchanged in this step.
         """
         step, self._step = self._step, None
         if step is not None and not step.spoilt:
@@ -230,11 +211,7 @@ class Recorder:
         return self._resolve()
 
     def settle(self, *, wait: bool = True) -> list[StepTiming]:
-        """Return the steps that have not been returned yet.
-
-        Args:
-            wait: wait for all of them; False (after an error, when the device may be stuck) takes those that are there.
-        """
+        """Return the steps that have not been returned yet; without ``wait`` (the device may be stuck) those known."""
         if self._unresolved and wait:
             self._clock.synchronize()
         return self._resolve()
@@ -257,7 +234,7 @@ class Recorder:
         if step is not None and step.backward_begin is None:
             step.backward_begin = self._clock.stamp() if step.latest_begin is None else step.latest_begin
 
-    def bucket_full(self, bucket: WatchedBucket, scale: float) -> None:
+    def bucket_full(self, bucket: Any, scale: float) -> None:
         """Note when the gradients are complete."""
         if self._step is None:
             return
@@ -272,9 +249,9 @@ class Recorder:
         bucket = self._in_flight.get(index)
         if bucket is None or self._step is None:
             return
-        if self._step.measures_error and self._compression_error is not None and bucket.bucket is not None:
+        if self._step.measures_error and self._compression_error is not None and bucket.gradients is not None:
             # Here, where the copy belongs to the communication stream.
-            bucket.exact = self._compression_error.begin(bucket.bucket.buffer())
+            bucket.exact = self._compression_error.begin(bucket.gradients)
         if self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
         self._counted_before, self._traffic.current = self._traffic.current, bucket.sent
@@ -338,7 +315,7 @@ class Recorder:
             bucket.done = self._clock.stamp()
         if bucket.exact is not None and self._compression_error is not None:
             bucket.error = self._compression_error.end(*bucket.exact, bucket.scale, buffer)
-        bucket.bucket = bucket.exact = None
+        bucket.gradients = bucket.exact = None
         self._step.buckets.append(bucket)
 
     def wait_ended(self) -> None:

@@ -172,16 +172,15 @@ def overlap(step: StepTiming) -> float:
 def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
     """Return for each bucket how long the step waited for it, and not for one before it, in seconds.
 
-    The sum may be less than ``step.wait``, which also covers what a hook computes meanwhile, and what comes after the
-    last bucket (results written back, ranks agreeing on unused parameters).
+    The sum may be less than ``step.wait``; see `Waiting` for the rest.
     """
     idle = step.idle_intervals
     shares = []
-    free = float("-inf")  # up to here the step waited for buckets before this one
+    counted = float("-inf")  # up to here the step waited for buckets before this one
     for bucket in step.buckets:
         launched, done = bucket.in_flight
-        shares.append(length(intersect([(max(free, launched), done)], idle)))
-        free = max(free, done)
+        shares.append(length(intersect([(max(counted, launched), done)], idle)))
+        counted = max(counted, done)
     return tuple(shares)
 
 
