@@ -25,9 +25,7 @@ from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.metrics import step_metrics
 from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
-from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
-from lightning_ddp_hooks.monitor.trace import build_trace
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
@@ -254,6 +252,9 @@ class CommMonitor(Callback):
             reducer.observer = None
 
     def _write(self, recorder: Recorder) -> None:
+        from lightning_ddp_hooks.monitor.report import build_report  # which few processes need
+        from lightning_ddp_hooks.monitor.trace import build_trace
+
         record = self.record
         assert record is not None
         record.parameter_bytes = recorder.parameter_bytes

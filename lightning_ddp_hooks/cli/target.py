@@ -34,8 +34,8 @@ class Target:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a module."""
     group = parser.add_argument_group("what is trained")
-    group.add_argument("--model", metavar="PKG.MODULE", help="class path of the LightningModule, or of a function that "
-                       "makes one")  # fmt: skip
+    group.add_argument("--model", metavar="PKG.MODULE",
+                       help="class path of the LightningModule, or of a function that makes one")  # fmt: skip
     group.add_argument("--data", metavar="PKG.DATA", help="class path of the LightningDataModule; without it the "
                        "module's own train_dataloader is used")  # fmt: skip
     group.add_argument("--config", type=Path, metavar="YAML", help="configuration of a LightningCLI: its `model` and "

@@ -16,13 +16,9 @@ Instant = float | torch.Event
 
 
 class Clock:
-    """The host's monotonic clock.
+    """The host's monotonic clock."""
 
-    Attributes:
-        asynchronous: whether the host runs ahead of what is measured.
-    """
-
-    asynchronous = False
+    asynchronous = False  # whether the host runs ahead of what is measured
 
     def stamp(self) -> Instant:
         """Mark where the current stream is now."""
@@ -115,8 +111,8 @@ class DeviceClock(Clock):
     def recycle(self, instants: Iterable[Instant], base: Instant) -> None:
         """Use events again, and move the base: a difference is a float32 of milliseconds, which gets coarse."""
         assert isinstance(base, torch.Event)
+        self._free += [i for i in (*instants, self._base) if isinstance(i, torch.Event) and i is not base]
         self._base_seconds, self._base = self.seconds(base), base
-        self._free += [instant for instant in instants if isinstance(instant, torch.Event) and instant is not base]
 
 
 def clock_for(device: torch.device, *, queues_waits: bool) -> Clock:

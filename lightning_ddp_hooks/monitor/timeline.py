@@ -262,7 +262,7 @@ def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What one step, or a typical one, spent its time on; in seconds.
+    """What a step, or a typical one, spent its time on; in seconds.
 
     Attributes:
         forward: time before the first backward, which includes further forwards of an accumulation window.
@@ -279,12 +279,6 @@ class Phases:
     rest: float
 
 
-def typical_phases(steps: Sequence[StepTiming]) -> Phases:
-    """Return the median of each part over the typical steps; they need not add up to a step."""
-    divided = [phases(step) for step in typical_steps(steps)]
-    return Phases(*(median(getattr(its, entry.name) for its in divided) for entry in fields(Phases)))
-
-
 def phases(step: StepTiming) -> Phases:
     """Divide the step's duration; the parts add up to it."""
     backward = [(step.backward_begin, step.backward_end)]
@@ -296,3 +290,9 @@ def phases(step: StepTiming) -> Phases:
     late = length(intersect(step.hook_work, step.wait_intervals))
     rest = step.duration - forward - computing - hook - step.wait
     return Phases(forward, computing, hook + late, step.wait - late, rest)
+
+
+def typical_phases(steps: Sequence[StepTiming]) -> Phases:
+    """Return the median of each part over the typical steps; they need not add up to a step."""
+    divided = [phases(step) for step in typical_steps(steps)]
+    return Phases(*(median(getattr(its, entry.name) for its in divided) for entry in fields(Phases)))
