@@ -14,9 +14,7 @@ from lightning_ddp_hooks.monitor.timeline import (
 )
 
 
-def step_metrics(
-    steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True, prefix: str = "comm"
-) -> dict[str, float]:
+def step_metrics(steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True) -> dict[str, float]:
     """Return means over the steps, of which there is at least one, by name; times in milliseconds.
 
     The names are ``exposed_ms``, ``time_ms``, ``overlap``, ``sent_bytes`` and, if something was sent, ``compression``;
@@ -36,7 +34,7 @@ def step_metrics(
         values["error"] = error
     if per_bucket:
         values.update(_bucket_metrics(steps))
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+    return {f"comm/{name}": value for name, value in values.items()}
 
 
 def _bucket_metrics(steps: Sequence[StepTiming]) -> dict[str, float]:
