@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import lab_models
@@ -19,13 +19,13 @@ import torch
 from _harness import format_table
 from svg_plot import COLOURS, GREY, Line, lines, page
 
+from lightning_ddp_hooks.advisor.cost_model import BucketCost, predict, predict_averaging
+from lightning_ddp_hooks.advisor.link_model import Algorithm, Link, Network
+from lightning_ddp_hooks.advisor.profile import BackwardProfile
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import measure_compute
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.monitor.cost_model import BucketCost, predict, predict_averaging
-from lightning_ddp_hooks.monitor.link_model import Algorithm, Link, Network
-from lightning_ddp_hooks.monitor.profile import BackwardProfile
 
 WORLD_SIZES = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 HOOKS = ["allreduce", "bf16", "int8", "powersgd-4"]
@@ -132,11 +132,11 @@ def main() -> None:
     parser.add_argument("--output", choices=["text", "markdown"], default="text", help="form of the tables")
     args = parser.parse_args()
     if args.profile is not None and args.profile.exists():
-        profile = BackwardProfile.from_dict(json.loads(args.profile.read_text()))
+        profile = BackwardProfile(**json.loads(args.profile.read_text()))
     else:
         profile = profile_of_transformer(args.steps)
         if args.profile is not None:
-            args.profile.write_text(json.dumps(profile.as_dict()))
+            args.profile.write_text(json.dumps(asdict(profile)))
     found = predictions(profile)
     print(f"PREDICTED, not measured: ms a step; {1e3 * profile.seconds:.0f} without communication")
     for title, by_hook in found.items():

@@ -1,6 +1,6 @@
 """Harm one rank of a training run in many ways, see how all end, then resume and compare with a run never harmed.
 
-    python benchmarks/soak_faults.py                                  # the table of docs/reliability.md
+    python benchmarks/soak_faults.py                                  # the table of benchmarks/results/faults.md
     python benchmarks/soak_faults.py --minutes 30 --seed 1            # random faults in random settings
 
 Each fault is done to one rank of a fit that writes a checkpoint every second step. All other ranks must end by

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_ddp_hooks.lightning_cli import ArgumentParser
+import lightning_ddp_hooks  # noqa: F401  which registers "ddp_hooks"
 
 
 class DigitsData(LightningDataModule):
@@ -103,7 +103,6 @@ if __name__ == "__main__":
         DigitsModel,
         DigitsData,
         seed_everything_default=0,
-        parser_class=ArgumentParser,  # lists the right flags when one is wrong
         trainer_defaults={
             "strategy": "ddp_hooks",
             "accelerator": "cpu",

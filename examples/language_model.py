@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_hooks.lightning_cli import ArgumentParser
+import lightning_ddp_hooks  # noqa: F401  which registers "ddp_hooks"
 
 
 class Windows(Dataset):
@@ -111,7 +111,6 @@ if __name__ == "__main__":
         LanguageModel,
         StandardLibrary,
         seed_everything_default=0,
-        parser_class=ArgumentParser,  # lists the right flags when one is wrong
         trainer_defaults={
             "strategy": "ddp_hooks",
             "accelerator": "cpu",

@@ -32,17 +32,16 @@ def _build_native(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_ddp_hooks", allow_abbrev=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    advise.add_parser(commands)
-    bench.add_parser(commands)
-    doctor.add_parser(commands)
-    command = commands.add_parser(
+    for command in (advise, bench, doctor):
+        command.add_parser(commands)
+    native = commands.add_parser(
         "build-native",
         help="compile the native reducer",
         description="Compile the native reducer for the torch that is installed, unless it is compiled already. "
         'From then on reducer_backend="auto" uses it.',
     )
-    command.add_argument("--where", action="store_true", help="only print where it lies, or would lie")
-    command.set_defaults(run=_build_native)
+    native.add_argument("--where", action="store_true", help="only print where it lies, or would lie")
+    native.set_defaults(run=_build_native)
     return parser
 
 
@@ -53,11 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        status: int = args.run(args)
+        return int(args.run(args))
     except ValueError as error:
         print(f"python -m lightning_ddp_hooks: error: {error}", file=sys.stderr)
         return 2
-    return status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a rank sends to others: a formula for each collective, and an account of it. Pure; `comm` keeps the account.
+"""What a rank sends to others: a formula for each collective, and a counter. Pure; `comm` counts.
 
 The formulas count payload that one rank hands to its links, without the headers of TCP/IP (about 0.1% on loopback, 3 to
 5% on Ethernet). They hold for the algorithms that gloo runs and NCCL's rings:
@@ -31,10 +31,10 @@ def sent_by_rank(
     """Return how many bytes a rank sends to others in a collective.
 
     Args:
-        collective: which.
-        nbytes: of the tensor that the rank puts in.
+        collective: which collective.
+        nbytes: size of the tensor that the rank puts in.
         world_size: number of ranks in the group.
-        rank: the rank's position in the group; matters to a broadcast and a gather only.
+        rank: position of the rank in the group; matters to a broadcast and a gather only.
         root: where a broadcast begins, or a gather ends.
         tree: whether a broadcast goes down a binomial tree (gloo), or along a chain (NCCL).
     """
@@ -65,11 +65,7 @@ def tree_children(place: int, world_size: int) -> int:
 
 
 class ByteTotal:
-    """A running sum of bytes.
-
-    Attributes:
-        sent: the sum.
-    """
+    """A running sum of bytes that were sent."""
 
     __slots__ = ("sent",)
 
@@ -82,13 +78,13 @@ CONTROL = "control"
 
 
 class ByteCounter:
-    """The account of what this rank sends, by purpose.
+    """Counts what this rank sends, by purpose.
 
     Args:
-        gives_way: whether another account may take the place of this one.
+        gives_way: whether another counter may take the place of this one.
 
     Attributes:
-        current: what is sent now is added to this tally.
+        current: what is sent now is added to this total.
     """
 
     def __init__(self, *, gives_way: bool = False) -> None:
@@ -97,15 +93,15 @@ class ByteCounter:
         self.current = self.tally(CONTROL)
 
     def tally(self, name: str) -> ByteTotal:
-        """Return the tally of a named purpose."""
+        """Return the total of a named purpose."""
         return self._named.setdefault(name, ByteTotal())
 
     def note(self, collective: Collective, nbytes: int, world_size: int) -> None:
-        """Be told of a collective that this rank puts ``nbytes`` into; for those who want more than sums."""
+        """Called for each collective that this rank puts ``nbytes`` into; for those who want more than sums."""
 
     def take(self) -> dict[str, int]:
         """Return what was sent for each named purpose since the last call, without those that sent nothing."""
-        taken = {name: tally.sent for name, tally in self._named.items() if tally.sent}
-        for tally in self._named.values():
-            tally.sent = 0
+        taken = {name: total.sent for name, total in self._named.items() if total.sent}
+        for total in self._named.values():
+            total.sent = 0
         return taken

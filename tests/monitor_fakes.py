@@ -1,4 +1,4 @@
-"""What the monitor's tests share: a clock that is told the time, passes without a reducer, a sample record."""
+"""What the monitor's tests share: a clock that is told the time, backwards without a reducer, a sample record."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.monitor.clock import Instant
+from lightning_ddp_hooks.monitor.clock import Clock, Instant
 from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
 from lightning_ddp_hooks.monitor.recorder import Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
 from lightning_ddp_hooks.traffic import ByteCounter
 
 
-class FakeClock:
+class FakeClock(Clock):
     """Says what ``now`` says; on a device its instants pass when ``passed`` reaches them."""
 
     def __init__(self, *, asynchronous: bool = False) -> None:
@@ -40,7 +40,7 @@ class FakeClock:
         assert instant <= self.passed, "read too early"
         return instant
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.passed = float("inf")
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hook_tools import block_hook_bytes
 
+from lightning_ddp_hooks.advisor.advice import Change, Option, advise, align, mb_text, ms_text, table
+from lightning_ddp_hooks.advisor.cost_model import Prediction
+from lightning_ddp_hooks.advisor.profile import BackwardProfile, StepSample, profile_of, slowest
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
 from lightning_ddp_hooks.cli.target import make_object
 from lightning_ddp_hooks.hooks import BlockQuantize, OneBit
-from lightning_ddp_hooks.monitor.advisor import Change, Option, advise, align, mb_text, ms_text, table
-from lightning_ddp_hooks.monitor.cost_model import Prediction
-from lightning_ddp_hooks.monitor.profile import BackwardProfile, StepSample, profile_of, slowest
 from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import sent_by_rank
 
@@ -80,13 +80,6 @@ def test_what_changes_more_than_is_accepted_is_named_and_not_recommended() -> No
     assert advise(options, accept="none").option.name == "mean"
 
 
-def test_advice_needs_the_mean_to_compare_with() -> None:
-    with pytest.raises(ValueError, match="at least one option that changes nothing"):
-        advise([_option("int8", "rounding", 1.0)])
-    with pytest.raises(ValueError, match="change of none, rounding"):
-        advise([_option("mean", "none", 1.0)], accept="all")  # type: ignore[arg-type]
-
-
 def test_the_table_is_aligned_and_fastest_first() -> None:
     lines = table([_option("mean", "none", 2.0, 1.0), _option("int8", "rounding", 1.0)]).split("\n")
     assert [line.split()[0] for line in lines] == ["hook", "----", "int8", "mean"]
@@ -139,8 +132,6 @@ def test_a_profile_holds_medians_and_what_never_came_comes_last() -> None:
     profile = profile_of(["a", "b", "c"], [(1,)] * 3, ["float32"] * 3, [4] * 3, samples)
     assert profile.ready == (2.0, 20.0, 1.25)
     assert (profile.before, profile.backward, profile.after, profile.steps) == (1.0, 20.0, 0.2, 3)
-    with pytest.raises(ValueError, match="at least one measured step"):
-        profile_of(["a"], [(1,)], ["float32"], [4], [])
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -148,11 +139,6 @@ def test_the_slowest_rank_counts() -> None:
     assert joined.ready == (2.0, 4.0)
     with pytest.raises(ValueError, match="same trainable parameters"):
         slowest([_profile((1.0,)), _profile((1.0, 2.0))])
-
-
-def test_a_profile_survives_the_way_to_another_process() -> None:
-    profile = _profile((1.0, 2.0), ((2, 3), (4,)))
-    assert BackwardProfile.from_dict(profile.as_dict()) == profile
 
 
 # ---------------------------------------------------------------------- costs of hooks
@@ -182,11 +168,6 @@ def test_hooks_cost_what_they_are_known_to_send_at_any_world_size() -> None:
     assert [phase.collective for phase in int8.phases] == ["all_to_all", "all_gather"]
     assert all(phase.compute > 0 for phase in int8.phases)
     assert int8.finish > 0
-
-
-def test_a_failure_of_the_measuring_process_is_told_with_its_reason() -> None:
-    with pytest.raises(RuntimeError, match=r"Measuring the hooks failed:\n(.|\n)*fp8192"):
-        measure_hooks(_profile((1.0,)), ["fp8192"], [25.0], 2, device=torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------- candidates

@@ -13,7 +13,7 @@ PACKAGE = Path(lightning_ddp_hooks.__file__).parent
 # From the top down; a module imports only from its own layer or from layers below it.
 LAYERS = [
     ["__init__", "__main__"],
-    ["cli", "lightning_cli"],
+    ["cli"],
     ["strategy", "fabric", "callbacks"],
     ["data_parallel", "checkpoint"],
     ["optim"],
@@ -21,13 +21,13 @@ LAYERS = [
     ["averaging"],
     ["hooks"],
     ["reducer", "health"],
-    ["monitor"],
+    ["advisor", "monitor"],
     ["comm"],
     ["traffic", "arguments"],
     ["_compat"],
 ]
 MAY_IMPORT_LIGHTNING = {
-    *("__init__", "__main__", "cli", "lightning_cli"),
+    *("__init__", "__main__", "cli"),
     *("strategy", "fabric", "callbacks", "checkpoint", "_compat"),
 }
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}

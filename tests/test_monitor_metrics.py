@@ -38,7 +38,7 @@ def test_metrics_are_means_over_the_steps() -> None:
 
 
 def test_what_does_not_exist_is_left_out() -> None:
-    names = step_metrics([step(0.0, local_bytes=100)], 2, prefix="net").keys()
+    names = step_metrics([step(0.0, local_bytes=100)], 2).keys()
 
-    assert names == {"net/exposed_ms", "net/time_ms", "net/overlap", "net/sent_bytes"}
+    assert names == {"comm/exposed_ms", "comm/time_ms", "comm/overlap", "comm/sent_bytes"}
     assert "comm/bucket_0/time_ms" not in step_metrics(sample_steps(), 2, per_bucket=False)

@@ -9,7 +9,7 @@ from monitor_fakes import FakeBucket, FakeClock, FakeTask, Watched
 from ranks import run_ranks
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.monitor.clock import HostClock
+from lightning_ddp_hooks.monitor.clock import Clock
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
 from lightning_ddp_hooks.traffic import ByteCounter
@@ -240,7 +240,7 @@ def test_on_a_device_a_hook_that_has_queued_all_its_phases_is_done_where_they_en
 
 
 def _time_a_collective() -> tuple[float, float, float]:
-    clock = HostClock()
+    clock = Clock()
     noted: list[Any] = []
     before = clock.stamp()
     work = comm.all_reduce(torch.ones(1 << 20), comm.resolve_group(None))
@@ -262,7 +262,7 @@ def _compare(dtype: torch.dtype) -> list[float | None]:
     group = comm.resolve_group(None)
     traffic = ByteCounter()
     comm.count_bytes(traffic)
-    recorder = Recorder(HostClock(), traffic, CompressionError(group, 2))
+    recorder = Recorder(Clock(), traffic, CompressionError(group, 2))
     errors: list[float | None] = []
     for number, (factor, size) in enumerate([(2.0, 1.0), (2.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.0)]):
         bucket = FakeBucket(0)

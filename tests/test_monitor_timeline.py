@@ -4,8 +4,6 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
-
 from lightning_ddp_hooks.monitor.timeline import (
     BucketTiming,
     Interval,
@@ -17,7 +15,6 @@ from lightning_ddp_hooks.monitor.timeline import (
     hook_time,
     intersect,
     length,
-    median,
     median_step,
     overlap,
     phases,
@@ -138,13 +135,6 @@ def test_compression_is_what_a_ring_would_send_over_what_was_sent() -> None:
 def test_compression_of_nothing() -> None:
     assert effective_compression([make_step()], 1) == 1.0
     assert effective_compression([make_step(local_bytes=8)], 2) is None
-
-
-def test_medians() -> None:
-    assert median([3.0, 1.0, 2.0]) == 2.0
-    assert median([4.0, 1.0, 2.0, 3.0]) == 2.5
-    with pytest.raises(ValueError, match="at least one value"):
-        median([])
 
 
 def test_the_typical_step_has_the_usual_buckets_and_is_nearest_to_the_medians() -> None:

@@ -25,9 +25,7 @@ from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.metrics import step_metrics
 from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
-from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
-from lightning_ddp_hooks.monitor.trace import build_trace
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
@@ -134,13 +132,15 @@ class CommMonitor(Callback):
             error = CompressionError(self._groups[1], self.error_every_n_steps)
         backend = comm.backend_name(reducer.group)
         traffic = ByteCounter()
-        self._recorder = Recorder(clock_for(strategy.root_device, queues_waits=backend == "nccl"), traffic, error)
+        clock = clock_for(strategy.root_device, queues_waits=backend == "nccl")
+        has_hook = strategy._bound_hook is not None
+        self._recorder = Recorder(clock, traffic, error, has_hook=has_hook)
         self.record = RunRecord(
             world_size=reducer.world_size,
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts=_facts(trainer, strategy, backend),
-            has_hook=strategy._bound_hook is not None,
+            has_hook=has_hook,
             bucket_cap_bytes=strategy.reducer.stats()["bucket_cap_bytes"],
         )
         self._unlogged = []
@@ -252,6 +252,9 @@ class CommMonitor(Callback):
             reducer.observer = None
 
     def _write(self, recorder: Recorder) -> None:
+        from lightning_ddp_hooks.monitor.report import build_report  # which few processes need
+        from lightning_ddp_hooks.monitor.trace import build_trace
+
         record = self.record
         assert record is not None
         record.parameter_bytes = recorder.parameter_bytes

@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
+import shlex
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.advisor.advice import CHANGES, Advice, Option, advise, mb_text, ms_text, table
+from lightning_ddp_hooks.advisor.cost_model import predict, predict_averaging
+from lightning_ddp_hooks.advisor.link_model import Link, Network, bandwidth_text
+from lightning_ddp_hooks.advisor.profile import BackwardProfile, slowest
+from lightning_ddp_hooks.cli import common
 from lightning_ddp_hooks.cli import network as network_options
 from lightning_ddp_hooks.cli import target as target_options
-from lightning_ddp_hooks.cli.bench_command import STEPS, bench_text
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.compute import measure_compute
 from lightning_ddp_hooks.cli.hook_cost import MIB, measure_hooks
-from lightning_ddp_hooks.monitor.advisor import CHANGES, Advice, Option, advise, mb_text, ms_text, table
-from lightning_ddp_hooks.monitor.cost_model import predict, predict_averaging
-from lightning_ddp_hooks.monitor.link_model import Link, Network, bandwidth_text
-from lightning_ddp_hooks.monitor.profile import BackwardProfile, slowest
 from lightning_ddp_hooks.reducer.config import DEFAULT_CAP_MB
 
 DESCRIPTION = """\
@@ -39,62 +40,17 @@ Started with torchrun on the hosts it measures their link, and takes the slowest
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "advise", help="predict which hook is fastest on your network", description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    parser = common.add_command(commands, "advise", run, "predict which hook is fastest on your network", DESCRIPTION)
     target_options.add_arguments(parser)
     network_options.add_arguments(parser)
     group = parser.add_argument_group("what is asked")
-    group.add_argument("--world-size", type=positive_int, metavar="N",
+    group.add_argument("--world-size", type=common.positive_int, metavar="N",
                        help="number of ranks (default: those of this run)")  # fmt: skip
     group.add_argument("--accept", choices=CHANGES, default="rounding",
                        help="how much of the maths the recommendation may change (default: rounding)")  # fmt: skip
-    add_shared_arguments(group)
-    group.add_argument("--bucket-caps", nargs="+", type=positive_float, default=[1.0, 4.0, 25.0], metavar="MB",
+    common.add_measuring_arguments(group)
+    group.add_argument("--bucket-caps", nargs="+", type=common.positive_float, default=[1.0, 4.0, 25.0], metavar="MB",
                        help="bucket sizes to try (default: 1 4 25)")  # fmt: skip
-    parser.set_defaults(run=run)
-
-
-def add_shared_arguments(group: Any) -> None:
-    """Add the options that `bench` has too."""
-    group.add_argument("--hooks", nargs="+", choices=list(CANDIDATES), default=list(DEFAULT), metavar="NAME",
-                       help=f"of {', '.join(CANDIDATES)} (default: {' '.join(DEFAULT)})")  # fmt: skip
-    group.add_argument("--steps", type=positive_int, default=STEPS, metavar="N",
-                       help=f"steps to measure (default: {STEPS})")  # fmt: skip
-    group.add_argument("--device", choices=["cpu", "cuda"],
-                       help="where to train (default: cuda if there is one)")  # fmt: skip
-    group.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-
-
-def positive_int(text: str) -> int:
-    """Read a whole number from 1 up, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 up, got {number}")
-    return number
-
-
-def positive_float(text: str) -> float:
-    """Read a number above 0, for argparse."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number
-
-
-def device_of(args: argparse.Namespace) -> torch.device:
-    """Return this process's device.
-
-    Raises:
-        ValueError: a GPU was asked for, and there is none.
-    """
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here.")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,29 +58,30 @@ def run(args: argparse.Namespace) -> int:
     if "allreduce" not in args.hooks:
         args.hooks = ["allreduce", *args.hooks]
     target = target_options.load_target(args)
-    device = device_of(args)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    world_size = args.world_size or launched
+    device = common.device_of(args)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = args.world_size or ranks
     if world_size < 2:
         raise ValueError("One rank has nothing to communicate: name the number of ranks by --world-size N.")
-    if args.measure_link and launched < 2:
+    if args.measure_link and ranks < 2:
         raise ValueError("--measure-link needs the other ranks: start one on each host with torchrun.")
     if not args.measure_link:
         network_options.network_of(args, world_size, None)  # before the time is spent
-    own = measure_compute(target, args.steps, device)
-    profile, link = (own, None) if launched < 2 else _with_others(own, args.measure_link, device)
+    profile, link = measure_compute(target, args.steps, device), None
+    if ranks > 1:
+        profile, link = _with_other_ranks(profile, args.measure_link, device)
     network = network_options.network_of(args, world_size, link)
     options = predict_options(args, profile, network, world_size, device)
     if int(os.environ.get("RANK", "0")) == 0:
         advice = advise(options, args.accept)
-        print(_text(target.name, profile, network, world_size, link is not None, options, advice, args), flush=True)
-        print(f"\n{bench_text(args, advice.option.bucket_cap_mb, world_size, device)}", flush=True)
+        print(_text(target.name, profile, network, world_size, options, advice, args), flush=True)
+        print(f"\n{_bench_text(args, advice.option.bucket_cap_mb, world_size, device)}", flush=True)
         if args.json is not None:
             figures = {
-                "profile": profile.as_dict(),
+                "profile": asdict(profile),
                 "link": {"latency": network.link.latency, "bandwidth": network.link.bandwidth},
                 "world_size": world_size,
-                "options": [option.as_dict() for option in options],
+                "options": [asdict(option) for option in options],
                 "recommended": advice.option.name,
                 "beyond": None if advice.beyond is None else advice.beyond.name,
             }
@@ -132,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_others(own: BackwardProfile, measure: bool, device: torch.device) -> tuple[BackwardProfile, Link | None]:
-    """Join the other ranks of this run: the slowest one counts, and the link between them, if it is asked for."""
-    with network_options.world(device) as group:
+def _with_other_ranks(own: BackwardProfile, measure: bool, device: torch.device) -> tuple[BackwardProfile, Link | None]:
+    """Return the profile of the slowest rank, and the link between the ranks, if it is asked for."""
+    with common.world(device) as group:
         control = comm.new_group(group, cpu=True)
-        profile = slowest([BackwardProfile.from_dict(v) for v in comm.all_gather_object(own.as_dict(), control)])
+        profile = slowest(comm.all_gather_object(own, control))
         comm.destroy_group(control)
         return profile, network_options.measure_link(group, device) if measure else None
 
@@ -146,8 +103,7 @@ def predict_options(
 ) -> list[Option]:
     """Predict each candidate's step, with the bucket size that suits it."""
     hooks = [name for name in args.hooks if CANDIDATES[name].averager is None]
-    caps = args.bucket_caps
-    costs = measure_hooks(profile, hooks, caps, world_size, device=device)
+    costs = measure_hooks(profile, hooks, args.bucket_caps, world_size, device=device)
     options = []
     for name in args.hooks:
         candidate = CANDIDATES[name]
@@ -158,7 +114,7 @@ def predict_options(
             )
         else:
             by_cap = {
-                size: predict(profile.compute_step(buckets), cost, network, world_size, on_stream=device.type == "cuda")
+                size: predict(profile.compute_step(buckets), cost, network, world_size, on_stream=device.type != "cpu")
                 for size, (buckets, cost, _) in costs[name].items()
             }
             best = min(by_cap, key=lambda size: by_cap[size].step)
@@ -175,8 +131,8 @@ def predict_options(
 
 
 def _text(
-    name: str, profile: BackwardProfile, network: Network, world_size: int, measured: bool, options: list[Option],
-    advice: Advice, args: argparse.Namespace,
+    name: str, profile: BackwardProfile, network: Network, world_size: int, options: list[Option], advice: Advice,
+    args: argparse.Namespace,
 ) -> str:  # fmt: skip
     link = network.link
     hosts = f", {network.ranks_per_host} to a host" if network.ranks_per_host > 1 else ""
@@ -185,7 +141,7 @@ def _text(
         f"step without communication: {ms_text(profile.seconds)} ms (backward {ms_text(profile.backward)} ms), "
         f"measured over {profile.steps} steps",
         f"network: {world_size} ranks{hosts}, {bandwidth_text(link.bandwidth)}, {1e3 * link.latency:.3g} ms, "
-        f"{network.algorithm}; {'measured' if measured else 'as given'}",
+        f"{network.algorithm}; {'measured' if args.measure_link else 'as given'}",
         "",
         table(options),
         "",
@@ -202,4 +158,43 @@ def _text(
             "",
             advice.beyond.yaml,
         ]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- the `bench` command that measures the same
+
+
+def _bench_words(args: argparse.Namespace, bucket_cap_mb: float | None) -> list[str]:
+    """Return what is typed after ``python -m lightning_ddp_hooks``; None for the default bucket size."""
+    words = ["bench"]
+    for option in ("model", "data", "config", "batch"):
+        value = getattr(args, option)
+        if value is not None:
+            words += [f"--{option}", str(value)]
+    if tuple(args.hooks) != DEFAULT:
+        words += ["--hooks", *args.hooks]
+    if bucket_cap_mb is not None:
+        words += ["--bucket-cap-mb", f"{bucket_cap_mb:g}"]
+    if args.steps != common.STEPS:
+        words += ["--steps", str(args.steps)]
+    if args.device is not None:
+        words += ["--device", args.device]
+    return words
+
+
+def _bench_text(args: argparse.Namespace, bucket_cap_mb: float | None, world_size: int, device: torch.device) -> str:
+    """Say how the prediction is checked: over loopback, which tells what the hooks cost, and over the network."""
+    words = _bench_words(args, bucket_cap_mb)
+    # This machine can hold a rank for each GPU, or for each core, but of these at least two.
+    room = torch.cuda.device_count() if device.type == "cuda" else max(2, os.cpu_count() or 1)
+    lines = ["These are predictions."]
+    if not common.launched() and (processes := min(world_size, room)) >= 2:
+        command = shlex.join(["python", "-m", "lightning_ddp_hooks", *words, "--processes", str(processes)])
+        lines += ["What the hooks themselves cost, without your network, is measured on this machine by:", "",
+                  f"  {command}", ""]  # fmt: skip
+    hosts = world_size // args.ranks_per_host
+    start = f"torchrun --nnodes {hosts} --nproc-per-node {args.ranks_per_host} ... -m lightning_ddp_hooks"
+    if common.launched():
+        start = "torchrun ... -m lightning_ddp_hooks"
+    lines += ["Steps over the network are measured on its hosts by:", "", f"  {start} {shlex.join(words)}"]
     return "\n".join(lines)

@@ -6,24 +6,22 @@ import argparse
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.advisor.advice import align, ms_text
+from lightning_ddp_hooks.cli import common
 from lightning_ddp_hooks.cli import target as target_options
-from lightning_ddp_hooks.cli.advise import add_shared_arguments, device_of, positive_float, positive_int
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
-from lightning_ddp_hooks.cli.compute import PLENTY, QUIET, fit_arguments
-from lightning_ddp_hooks.cli.network import world
+from lightning_ddp_hooks.cli.compute import QUIET, StepCallback, fit_arguments
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.monitor.advisor import align, ms_text
 from lightning_ddp_hooks.strategy import DDPHooksStrategy
 
 DESCRIPTION = """\
@@ -43,36 +41,24 @@ _WARM_STEPS = 5
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "bench", help="measure which hook is fastest on your network", description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    parser = common.add_command(commands, "bench", run, "measure which hook is fastest on your network", DESCRIPTION)
     target_options.add_arguments(parser)
     group = parser.add_argument_group("what is asked")
-    add_shared_arguments(group)
-    group.add_argument("--processes", type=positive_int, metavar="N",
-                       help="how many to start on this machine; not under torchrun (default: 2)")  # fmt: skip
-    group.add_argument("--bucket-cap-mb", type=positive_float, default=25.0, metavar="MB",
+    common.add_measuring_arguments(group)
+    common.add_processes_argument(group)
+    group.add_argument("--bucket-cap-mb", type=common.positive_float, default=25.0, metavar="MB",
                        help="of all hooks (default: 25)")  # fmt: skip
-    group.add_argument("--rounds", type=positive_int, default=2, metavar="N",
+    group.add_argument("--rounds", type=common.positive_int, default=2, metavar="N",
                        help="how often each hook has its turn; the best one counts (default: 2)")  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    if "WORLD_SIZE" not in os.environ:
-        target_options.load_target(args)  # say what is wrong once, and before processes are started
-        return start_processes(args.processes or 2)
-    if args.processes is not None:
-        raise ValueError(
-            "--processes starts ranks on this machine, but torchrun has started them already: leave it out."
-        )
-    target = target_options.load_target(args)
-    device = device_of(args)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with world(device) as group, _warnings_only():
+    target = target_options.load_target(args)  # also before processes are started, to say once what is wrong
+    if not common.launched():
+        return common.start_processes(args.processes or 2)
+    device = common.device_of(args)
+    with common.world(device, args.processes) as group, _warnings_only():
         seconds: dict[str, list[float]] = {name: [] for name in args.hooks}
         for turn in range(args.rounds):  # there and back, so that a drift of the machine meets all alike
             for name in args.hooks if turn % 2 == 0 else reversed(args.hooks):
@@ -80,27 +66,6 @@ def run(args: argparse.Namespace) -> int:
         if comm.rank(group) == 0:
             _show(seconds, args, comm.world_size(group))
     return 0
-
-
-def start_processes(count: int) -> int:
-    """Run this same command line on several processes of this machine; returns the exit status.
-
-    They take the place of this process, so that they end when it is ended.
-    """
-    if count < 2:
-        raise ValueError(f"Expected --processes of 2 or more, got {count}: one rank has nothing to communicate.")
-    environment = {**os.environ}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    arguments = []
-    skip = False
-    for word in sys.argv[1:]:
-        if skip or word == "--processes" or word.startswith("--processes="):
-            skip = word == "--processes"
-            continue
-        arguments.append(word)
-    sys.stdout.flush()
-    os.execve(sys.executable, [*command, "-m", "lightning_ddp_hooks", *arguments], environment)
 
 
 @contextmanager
@@ -117,40 +82,27 @@ def _warnings_only() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class _StepTimer(Callback):
+class _StepTimer(StepCallback):
     """Times steps from one optimizer step to the next, after some to warm up; then stops the training."""
 
     def __init__(self, steps: int, group: comm.ProcessGroup) -> None:
-        self._steps = steps
+        super().__init__()
+        self._count = steps
         self._group = group
-        self._taken = 0
-        self._step_before = 0
         self._begin = 0.0
-        self.seconds = float("nan")
+        self.seconds: float | None = None
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_before = trainer.global_step
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self._step_before and pl_module.automatic_optimization:
+    def step_ended(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.steps not in (_WARM_STEPS, _WARM_STEPS + self._count):
             return
-        self._step_before = trainer.global_step
-        self._taken += 1
-        if self._taken == _WARM_STEPS:
-            self._meet(pl_module.device)
+        common.synchronize(pl_module.device)
+        comm.barrier(self._group)  # ranks may train on their own
+        if self.steps == _WARM_STEPS:
             self._begin = time.perf_counter()
-        elif self._taken == _WARM_STEPS + self._steps:
-            self._meet(pl_module.device)
-            self.seconds = (time.perf_counter() - self._begin) / self._steps
+        else:
+            self.seconds = (time.perf_counter() - self._begin) / self._count
             trainer.should_stop = True
-
-    def _meet(self, device: torch.device) -> None:
-        """Wait for what the device has to do, and for the other ranks, which may train on their own."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        comm.barrier(self._group)
 
 
 def _time_steps(
@@ -171,14 +123,12 @@ def _time_steps(
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         strategy=strategy,
-        max_steps=PLENTY,
-        max_epochs=-1,
         callbacks=[timer],
         **QUIET,
         **target.trainer,
     )
     trainer.fit(module, **fit_arguments(data))
-    if timer.seconds != timer.seconds:
+    if timer.seconds is None:
         raise ValueError(f"The data ends before step {_WARM_STEPS + steps}: ask for fewer --steps.")
     return timer.seconds
 

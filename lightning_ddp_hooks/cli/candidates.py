@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_ddp_hooks.advisor.advice import Change
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks import BlockQuantize, Cast, OneBit, PowerSGD, TopK
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.monitor.advisor import Change
 
 _HOOKS = "lightning_ddp_hooks.hooks"
 _AVERAGING = "lightning_ddp_hooks.averaging"
@@ -22,10 +22,10 @@ class Candidate:
     Attributes:
         change: how much of the maths it changes.
         effect: the same in words.
-        hook: makes the hook as it is once its warm-up is over.
-        averager: makes the averager, likewise.
-        setting: the strategy's argument as YAML, without a warm-up's exact length, which is the user's to choose.
-        copies: copies of the parameters that an averager keeps.
+        hook: makes the hook as it is after its warm-up.
+        averager: makes the averager as it is after its warm-up.
+        setting: argument of the strategy as YAML; how long a warm-up should be is the user's choice.
+        copies: number of copies of the parameters that an averager keeps.
     """
 
     change: Change
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def period(self) -> int:
-        """Steps after which the same steps come again."""
+        """Number of steps after which the pattern of communication repeats."""
         return int(getattr(self.averager(), "period", 1)) if self.averager is not None else 1
 
     def yaml(self, bucket_cap_mb: float | None) -> str:

@@ -1,8 +1,7 @@
-"""Measures a module's training step on this process alone: when each gradient is ready, and all around it."""
+"""Measures a module's training step on this process alone: when each gradient is ready, and the time around it."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -11,87 +10,104 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ddp_hooks.advisor.profile import BackwardProfile, StepSample, profile_of
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.monitor.profile import BackwardProfile, StepSample, profile_of
+from lightning_ddp_hooks.monitor.clock import Instant, clock_for
 
-WARM_STEPS = 3
-PLENTY = 100_000
-"""``max_steps`` of a run that a callback ends: schedulers ask how long it is, and not all take infinity."""
+_WARM_STEPS = 3
 
-_Mark = float | torch.cuda.Event
+QUIET: dict[str, Any] = {
+    "max_steps": 100_000,  # schedulers ask how long a run is, and not all take infinity
+    "max_epochs": -1,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Trainer arguments for a run that trains and does nothing else, until a callback ends it."""
 
 
-class BackwardTimer(Callback):
-    """Notes, in each training step, when the backward begins, when each gradient comes, and when it ends.
+class StepCallback(Callback):
+    """Counts training steps: those of the optimizer, or in manual optimization batches."""
 
-    A *step* ends with the optimizer; with accumulation it has several batches, and the last one's backward is the one
-    that would reduce gradients. In manual optimisation a step is a batch, and its backwards count as one.
-
-    Args:
-        steps: how many to measure; training stops after them.
-        warm_steps: how many come before.
-    """
-
-    def __init__(self, steps: int, warm_steps: int = WARM_STEPS) -> None:
-        self._steps = steps
-        self._warm = warm_steps
-        self._marks: list[tuple[_Mark, _Mark, _Mark, _Mark, dict[int, _Mark]]] = []
-        self._taken = 0
+    def __init__(self) -> None:
+        self.steps = 0
+        self._global_step = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._device = pl_module.device
-        named = [(name, param) for name, param in pl_module.named_parameters() if param.requires_grad]
-        if not named:
-            raise ValueError("The module has no trainable parameter: there is nothing to communicate.")
-        self._named = named
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._noting(index)) for index, (_, param) in enumerate(named)
-        ]
-        self._begin = self._mark()
-        self._step_before = trainer.global_step
-        self._open(self._begin)
+        self._global_step = trainer.global_step
 
-    def _open(self, begin: _Mark) -> None:
-        self._backward_begin: _Mark | None = None
-        self._backward_end = begin
-        self._ready: dict[int, _Mark] = {}
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._global_step and pl_module.automatic_optimization:
+            return  # in the middle of an accumulation window
+        self._global_step = trainer.global_step
+        self.steps += 1
+        self.step_ended(trainer, pl_module)
+
+    def step_ended(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called after each step."""
+
+
+class BackwardTimer(StepCallback):
+    """Notes, in each training step, when the backward begins, when each gradient comes, and when it ends.
+
+    With accumulation a step has several batches, and the last one's backward is the one that would reduce gradients.
+    In manual optimization a step is a batch, and its backwards count as one.
+
+    Args:
+        steps: how many to measure, after three to warm up; training stops after them.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._last_step = _WARM_STEPS + steps
+        self._measured: list[tuple[Instant, Instant, Instant, Instant, dict[int, Instant]]] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._clock = clock_for(pl_module.device, queues_waits=False)
+        self._named = [(name, param) for name, param in pl_module.named_parameters() if param.requires_grad]
+        if not self._named:
+            raise ValueError("The module has no trainable parameter: there is nothing to communicate.")
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._noting(index))
+            for index, (_, param) in enumerate(self._named)
+        ]
+        self._open(self._clock.stamp())
+
+    def _open(self, begin: Instant) -> None:
+        self._begin = self._backward_end = begin
+        self._backward_begin: Instant | None = None
+        self._ready: dict[int, Instant] = {}
 
     def _noting(self, index: int) -> Any:
         def note(_: Tensor) -> None:
-            self._ready[index] = self._mark()
+            self._ready[index] = self._clock.stamp()
 
         return note
-
-    def _mark(self) -> _Mark:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if pl_module.automatic_optimization or self._backward_begin is None:
-            self._backward_begin = self._mark()
+            self._backward_begin = self._clock.stamp()
             self._ready.clear()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._backward_end = self._mark()
+        self._backward_end = self._clock.stamp()
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self._step_before and pl_module.automatic_optimization:
-            return  # in the middle of an accumulation window
-        self._step_before = trainer.global_step
-        end = self._mark()
-        self._taken += 1
-        if self._taken > self._warm and self._backward_begin is not None:
-            self._marks.append((self._begin, self._backward_begin, self._backward_end, end, dict(self._ready)))
-        self._begin = end
+    def step_ended(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        end = self._clock.stamp()
+        if self.steps > _WARM_STEPS and self._backward_begin is not None:
+            self._measured.append((self._begin, self._backward_begin, self._backward_end, end, self._ready))
         self._open(end)
-        if self._taken >= self._warm + self._steps:
+        if self.steps >= self._last_step:
             trainer.should_stop = True
 
     @override
@@ -105,11 +121,10 @@ class BackwardTimer(Callback):
         Raises:
             ValueError: no step was measured.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        if not self._marks:
+        self._clock.synchronize()
+        if not self._measured:
             raise ValueError(
-                f"No training step was measured: the data ends before step {self._warm + 1}, or training_step returns "
+                f"No training step was measured: the data ends before step {_WARM_STEPS + 1}, or training_step returns "
                 "no loss."
             )
         params = [param for _, param in self._named]
@@ -117,53 +132,45 @@ class BackwardTimer(Callback):
             [name for name, _ in self._named],
             [tuple(param.shape) for param in params],
             [str(param.dtype).removeprefix("torch.") for param in params],
-            [param.numel() * param.element_size() for param in params],
-            [self._sample(*marks) for marks in self._marks],
+            [param.nbytes for param in params],
+            [self._sample(*marks) for marks in self._measured],
         )
 
-    def _sample(self, begin: _Mark, first: _Mark, last: _Mark, end: _Mark, ready: dict[int, _Mark]) -> StepSample:
-        backward = seconds_between(first, last)
+    def _sample(
+        self, begin: Instant, first: Instant, last: Instant, end: Instant, ready: dict[int, Instant]
+    ) -> StepSample:
+        def between(start: Instant, stop: Instant) -> float:
+            return max(0.0, self._clock.seconds(stop) - self._clock.seconds(start))
+
+        backward = between(first, last)
         times = tuple(
-            min(seconds_between(first, ready[index]), backward) if index in ready else None
-            for index in range(len(self._named))
+            min(between(first, ready[index]), backward) if index in ready else None for index in range(len(self._named))
         )
-        return StepSample(times, seconds_between(begin, first), backward, seconds_between(last, end))
-
-
-def seconds_between(first: _Mark, second: _Mark) -> float:
-    """Return the time from one mark to another, which is not negative."""
-    if isinstance(first, torch.cuda.Event):
-        assert isinstance(second, torch.cuda.Event)
-        return max(0.0, float(first.elapsed_time(second)) / 1e3)
-    assert isinstance(second, float)
-    return max(0.0, second - first)
+        return StepSample(times, between(begin, first), backward, between(last, end))
 
 
 def measure_compute(target: Target, steps: int, device: torch.device) -> BackwardProfile:
-    """Train for a few steps on this process alone.
+    """Train for a few steps on this process alone, also under torchrun.
 
     Args:
         target: what to train.
         steps: how many to measure, after three to warm up.
-        device: on what.
+        device: device to train on.
 
     Raises:
         ValueError: nothing could be measured.
     """
     module, data = target.make()
-    if data is None and not _has_loader(module):
+    if data is None and type(module).train_dataloader is LightningModule.train_dataloader:
         raise ValueError(
             f"{type(module).__name__} has no train_dataloader: name its data by --data, by a --config with `data`, or "
             "give a function that makes a batch by --batch."
         )
     timer = BackwardTimer(steps)
-    # Also under torchrun each process trains by itself here.
     trainer = Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1 if device.type != "cuda" else [device.index or 0],
         strategy=SingleDeviceStrategy(device=device),
-        max_steps=PLENTY,
-        max_epochs=-1,
         callbacks=[timer],
         **QUIET,
         **target.trainer,
@@ -172,23 +179,8 @@ def measure_compute(target: Target, steps: int, device: torch.device) -> Backwar
     return timer.profile()
 
 
-QUIET: dict[str, Any] = {
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-"""Trainer arguments for a run that trains and does nothing else."""
-
-
 def fit_arguments(data: Any) -> dict[str, Any]:
-    """Return how `Trainer.fit` is given the data."""
+    """Return the arguments by which `Trainer.fit` is given the data."""
     if data is None:
         return {}
     return {"train_dataloaders": data} if isinstance(data, torch.utils.data.DataLoader) else {"datamodule": data}
-
-
-def _has_loader(module: LightningModule) -> bool:
-    return type(module).train_dataloader is not LightningModule.train_dataloader

@@ -8,16 +8,14 @@ import os
 import platform
 import socket
 import time
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.cli.advise import device_of, positive_int
-from lightning_ddp_hooks.cli.bench import start_processes
-from lightning_ddp_hooks.cli.network import measure_link, world
-from lightning_ddp_hooks.monitor.link_model import bandwidth_text
+from lightning_ddp_hooks.advisor.link_model import bandwidth_text
+from lightning_ddp_hooks.cli import common
+from lightning_ddp_hooks.cli.network import measure_link
 from lightning_ddp_hooks.reducer.backend import BUILD_COMMAND
 from lightning_ddp_hooks.reducer.native import build
 
@@ -30,49 +28,35 @@ Check an environment: versions, backends, whether ranks reach each other, their 
 The exit status is 1 if something fails, and 0 if there are only warnings.
 """
 
-Verdict = Literal["ok", "warn", "FAIL"]
 _WITHDRAWN = ("2.6.2", "2.6.3")
 _SHOWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the diagnosis."""
 
-    verdict: Verdict
+    verdict: Literal["ok", "warn", "FAIL"]
     subject: str
     text: str
 
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "doctor", help="check versions, backends, ranks, link, clocks and the native build", description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--processes", type=positive_int, metavar="N",
-                        help="how many to start on this machine; not under torchrun (default: 2)")  # fmt: skip
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="whose ranks are checked (default: cuda if there is one)"
-    )
-    parser.set_defaults(run=run)
+    text = "check versions, backends, ranks, link, clocks and the native build"
+    parser = common.add_command(commands, "doctor", run, text, DESCRIPTION)
+    common.add_processes_argument(parser)
+    parser.add_argument("--device", choices=["cpu", "cuda"],
+                        help="whose ranks are checked (default: cuda if there is one)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    if "WORLD_SIZE" not in os.environ:
-        device_of(args)
+    device = common.device_of(args)
+    if not common.launched():
         _show(local_findings())
         print("\nRanks, with processes of this machine:", flush=True)
-        return start_processes(args.processes or 2)
-    if args.processes is not None:
-        raise ValueError(
-            "--processes starts ranks on this machine, but torchrun has started them already: leave it out."
-        )
-    device = device_of(args)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with world(device) as group:
+        return common.start_processes(args.processes or 2)
+    with common.world(device, args.processes) as group:
         findings = rank_findings(group, device)
         if comm.rank(group) == 0:
             if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
@@ -83,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(findings: list[Finding]) -> None:
     width = max(len(finding.subject) for finding in findings)
-    for finding in findings:
-        print(f"{finding.verdict:4}  {finding.subject:{width}}  {finding.text}", flush=True)
+    for verdict, subject, text in findings:
+        print(f"{verdict:4}  {subject:{width}}  {text}", flush=True)
 
 
 # ---------------------------------------------------------------------- this process
@@ -106,35 +90,33 @@ def local_findings() -> list[Finding]:
     known = versions()
     findings = [Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in known.items()))]
     if known["lightning"] in _WITHDRAWN:
-        findings.append(
-            Finding(
-                "FAIL",
-                "lightning",
-                f"{known['lightning']} was withdrawn after it had been tampered with; install another",
-            )
-        )
+        text = f"{known['lightning']} was withdrawn after it had been tampered with; install another"
+        findings.append(Finding("FAIL", "lightning", text))
     backends = [name for name, there in comm.backends().items() if there]
-    findings.append(Finding("ok" if "gloo" in backends else "FAIL", "backends", ", ".join(backends) or "none"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus:
-        nccl = "nccl" in backends
-        text = f"{gpus} x {torch.cuda.get_device_name(0)}" + ("" if nccl else ", but torch has no NCCL")
-        findings.append(Finding("ok" if nccl else "FAIL", "GPUs", text))
-    else:
-        findings.append(Finding("ok", "GPUs", "none; ranks run on the CPU, over gloo"))
-    findings.append(_native_finding())
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-    findings.append(Finding("ok", "processors", f"{cores}, and {threads} threads for torch in this process"))
     settings = [f"{name}={os.environ[name]}" for name in _SHOWN_VARIABLES if name in os.environ]
-    findings.append(Finding("ok", "environment", ", ".join(settings) or "nothing set that concerns communication"))
-    return findings
+    return [
+        *findings,
+        Finding("ok" if "gloo" in backends else "FAIL", "backends", ", ".join(backends) or "none"),
+        _gpu_finding(nccl="nccl" in backends),
+        _native_finding(),
+        Finding("ok", "processors", f"{cores}, and {threads} threads for torch in this process"),
+        Finding("ok", "environment", ", ".join(settings) or "nothing set that concerns communication"),
+    ]
+
+
+def _gpu_finding(*, nccl: bool) -> Finding:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return Finding("ok", "GPUs", "none; ranks run on the CPU, over gloo")
+    text = f"{gpus} x {torch.cuda.get_device_name(0)}"
+    return Finding("ok", "GPUs", text) if nccl else Finding("FAIL", "GPUs", f"{text}, but torch has no NCCL")
 
 
 def _native_finding() -> Finding:
     if not build.is_built():
-        return Finding(
-            "warn", "native reducer", f"not built; the Python one takes longer. To build it: {BUILD_COMMAND}"
-        )
+        text = f"not built; the Python one takes longer. To build it: {BUILD_COMMAND}"
+        return Finding("warn", "native reducer", text)
     try:
         build.load()
     except ImportError as error:
@@ -150,31 +132,30 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
     control = comm.new_group(group, cpu=True)
     try:
         hosts = comm.all_gather_object(socket.gethostname(), control)
-        count = len(dict.fromkeys(hosts))
-        findings = [Finding("ok", "ranks", f"{len(hosts)} on {count} host(s): {', '.join(dict.fromkeys(hosts))}")]
-        findings.append(
-            _same_versions(comm.all_gather_object({**versions(), "native": str(build.is_built())}, control))
-        )
-        findings.append(_every_pair(group, device, control))
-        findings.append(_clocks(control))
+        names = dict.fromkeys(hosts)
+        everyone = comm.all_gather_object({**versions(), "native": str(build.is_built())}, control)
+        findings = [
+            Finding("ok", "ranks", f"{len(hosts)} on {len(names)} host(s): {', '.join(names)}"),
+            _same_versions(everyone),
+            _every_pair(group, device, control),
+            _clocks(control),
+        ]
     finally:
         comm.destroy_group(control)
     link = measure_link(group, device)
     slow = 8 * link.bandwidth < 2e9
+    speed = f"{bandwidth_text(link.bandwidth)}, {1e6 * link.latency:.0f} us a message ({comm.backend_name(group)})"
     hint = "; slow: ask `advise` which hook helps" if slow else ""
-    speed = f"{bandwidth_text(link.bandwidth)}, {1e6 * link.latency:.0f} us a message"
-    text = f"{speed} ({comm.backend_name(group)}){hint}"
-    findings.append(Finding("warn" if slow else "ok", "link", text))
-    return findings
+    return [*findings, Finding("warn" if slow else "ok", "link", f"{speed}{hint}")]
 
 
 def _same_versions(everyone: list[dict[str, str]]) -> Finding:
     differing = [name for name in everyone[0] if len({str(own.get(name)) for own in everyone}) > 1]
     if not differing:
         return Finding("ok", "same on all ranks", "versions and native build")
-    only_native = differing == ["native"]
     shown = "; ".join(f"{name}: " + ", ".join(str(own[name]) for own in everyone) for name in differing)
-    return Finding("warn" if only_native else "FAIL", "same on all ranks", f"not the same, by rank: {shown}")
+    verdict: Literal["warn", "FAIL"] = "warn" if differing == ["native"] else "FAIL"
+    return Finding(verdict, "same on all ranks", f"not the same, by rank: {shown}")
 
 
 def _every_pair(group: comm.ProcessGroup, device: torch.device, control: comm.ProcessGroup) -> Finding:
@@ -191,14 +172,13 @@ def _every_pair(group: comm.ProcessGroup, device: torch.device, control: comm.Pr
 
 
 def _clocks(control: comm.ProcessGroup, rounds: int = 8) -> Finding:
-    """Compare clocks right behind a barrier; the smallest spread of several rounds counts."""
+    """Compare clocks right after a barrier; the smallest spread of several rounds counts."""
     spreads = []
     for _ in range(rounds):
         comm.barrier(control)
         times = comm.all_gather_object(time.time(), control)
         spreads.append(max(times) - min(times))
-    spread = min(spreads)
-    text = f"at most {1e3 * spread:.1f} ms apart (the time of a barrier included)"
-    if spread > 1:
+    text = f"at most {1e3 * min(spreads):.1f} ms apart (the time of a barrier included)"
+    if min(spreads) > 1:
         return Finding("warn", "clocks", f"{text}: logs and traces of different hosts will not line up; use NTP")
     return Finding("ok", "clocks", text)

@@ -1,16 +1,16 @@
-"""The network that the command line is asked about: from its options, or measured between the ranks that run."""
+"""The network that the command line asks about: from its options, or measured between the ranks that run."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from statistics import median
 
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.monitor.link_model import (
+from lightning_ddp_hooks.advisor.link_model import (
     ALGORITHMS,
     Link,
     Network,
@@ -18,7 +18,7 @@ from lightning_ddp_hooks.monitor.link_model import (
     parse_bandwidth,
     parse_latency,
 )
-from lightning_ddp_hooks.monitor.timeline import median
+from lightning_ddp_hooks.cli.common import positive_int, synchronize
 
 _SMALL, _LARGE = 1 << 10, 8 << 20
 _REPEATS = 5
@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="of a message between hosts, such as 50us or 0.1ms (default: 0.1ms)")  # fmt: skip
     group.add_argument("--measure-link", action="store_true",
                        help="measure it between the ranks of this run instead; start them with torchrun")  # fmt: skip
-    group.add_argument(
-        "--ranks-per-host", type=int, default=1, metavar="N", help="ranks that share a link (default: 1)"
-    )
+    group.add_argument("--ranks-per-host", type=positive_int, default=1, metavar="N",
+                       help="ranks that share a link (default: 1)")  # fmt: skip
     group.add_argument("--inner-bandwidth", type=_argument(parse_bandwidth), metavar="RATE",
                        help="between the ranks of a host (default: 20GB/s)")  # fmt: skip
     group.add_argument("--inner-latency", type=_argument(parse_latency), metavar="TIME",
@@ -57,7 +56,7 @@ def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def network_of(args: argparse.Namespace, world_size: int, measured: Link | None) -> Network:
-    """Return what the options describe.
+    """Return the network that the options describe.
 
     Raises:
         ValueError: options that contradict each other, or too few of them.
@@ -81,7 +80,7 @@ def network_of(args: argparse.Namespace, world_size: int, measured: Link | None)
 
 
 def measure_link(group: comm.ProcessGroup, device: torch.device) -> Link:
-    """Time small and large all-reduces over the ranks of a group; collective, all get the same answer.
+    """Time small and large all-reduces over the ranks of a group; collective, and all get the same answer.
 
     The link is the one that a ring would have; where a backend does something else, it is the ring that is as fast.
     """
@@ -102,24 +101,6 @@ def _seconds(group: comm.ProcessGroup, nbytes: int, device: torch.device) -> flo
         comm.barrier(group)
         begin = time.perf_counter()
         comm.all_reduce(buffer, group).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return median(times[1:])
-
-
-@contextmanager
-def world(device: torch.device) -> Iterator[comm.ProcessGroup]:
-    """Join the ranks that torchrun has started.
-
-    Raises:
-        ValueError: this process was not started by torchrun.
-    """
-    joined = not comm.is_initialized()
-    if joined:
-        comm.join_world(device)
-    try:
-        yield comm.resolve_group(None)
-    finally:
-        if joined:
-            comm.leave_world()

@@ -1,4 +1,4 @@
-"""The module that the command line is asked about: from a class path or a CLI configuration to objects."""
+"""The module that the command line asks about: from a class path or a CLI configuration to objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Target:
     Attributes:
         make: makes both; the data is a `LightningDataModule`, a `DataLoader`, or None where the module has loaders.
         trainer: arguments for the Trainer, from the configuration.
-        name: for the output.
+        name: name for the output.
     """
 
     make: Callable[[], tuple[LightningModule, Any]]
@@ -34,8 +34,8 @@ class Target:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a module."""
     group = parser.add_argument_group("what is trained")
-    group.add_argument("--model", metavar="PKG.MODULE", help="class path of the LightningModule, or of a function that "
-                       "makes one")  # fmt: skip
+    group.add_argument("--model", metavar="PKG.MODULE",
+                       help="class path of the LightningModule, or of a function that makes one")  # fmt: skip
     group.add_argument("--data", metavar="PKG.DATA", help="class path of the LightningDataModule; without it the "
                        "module's own train_dataloader is used")  # fmt: skip
     group.add_argument("--config", type=Path, metavar="YAML", help="configuration of a LightningCLI: its `model` and "
@@ -51,9 +51,10 @@ def load_target(args: argparse.Namespace) -> Target:
         ValueError: something cannot be found or made; the message says what to do.
     """
     config = _read(args.config) if args.config is not None else {}
-    model_class = None if args.model is None else find(args.model, "--model")
-    data_class = None if args.data is None else find(args.data, "--data")
-    batch = None if args.batch is None else find(args.batch, "--batch")
+    model_class, data_class, batch = (
+        None if getattr(args, option) is None else _find(getattr(args, option), f"--{option}")
+        for option in ("model", "data", "batch")
+    )
     if model_class is None and "class_path" not in (config.get("model") or {}):
         raise ValueError(
             "Name the LightningModule: --model pkg.Module, or a --config whose `model` has a class_path. The "
@@ -88,12 +89,8 @@ class _Repeated(torch.utils.data.IterableDataset[Any]):
             yield self._batch
 
 
-def find(path: str, option: str) -> Any:
-    """Import what a dotted path names.
-
-    Raises:
-        ValueError: it cannot be imported, or has no such name.
-    """
+def _find(path: str, option: str) -> Any:
+    """Import what a dotted path names."""
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name:
         raise ValueError(f"Expected {option} as pkg.module.Name, got {path!r}.")
@@ -126,8 +123,8 @@ def make_object(maker: Any, section: Any, key: str, base: type) -> Any:
     Args:
         maker: the class or function; None if the section names it.
         section: arguments, or a ``class_path`` with ``init_args``.
-        key: the section's name.
-        base: what the class that a section names must be.
+        key: name of the section.
+        base: base of the class that a section names.
 
     Raises:
         ValueError: it cannot be made.

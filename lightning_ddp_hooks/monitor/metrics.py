@@ -14,21 +14,12 @@ from lightning_ddp_hooks.monitor.timeline import (
 )
 
 
-def step_metrics(
-    steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True, prefix: str = "comm"
-) -> dict[str, float]:
-    """Return means over the steps, by name; times in milliseconds.
+def step_metrics(steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True) -> dict[str, float]:
+    """Return means over the steps, of which there is at least one, by name; times in milliseconds.
 
-    Args:
-        steps: since the last log; at least one.
-        world_size: number of ranks.
-        per_bucket: add the figures of each bucket, by its index.
-        prefix: of all names.
-
-    Returns:
-        ``exposed_ms``, ``time_ms``, ``overlap``, ``sent_bytes`` and, if something was sent, ``compression``; if they
-        were compared, ``error``; and for each bucket ``bucket_0/exposed_ms``, ``.../time_ms``, ``.../sent_bytes`` and
-        ``.../error``.
+    The names are ``exposed_ms``, ``time_ms``, ``overlap``, ``sent_bytes`` and, if something was sent, ``compression``;
+    if reduced gradients were compared, ``error``; with ``per_bucket`` also ``bucket_0/exposed_ms``, ``.../time_ms``,
+    ``.../sent_bytes`` and ``.../error`` for each bucket.
     """
     count = len(steps)
     values = {
@@ -43,11 +34,11 @@ def step_metrics(
         values["error"] = error
     if per_bucket:
         values.update(_bucket_metrics(steps))
-    return {f"{prefix}/{name}": value for name, value in values.items()}
+    return {f"comm/{name}": value for name, value in values.items()}
 
 
 def _bucket_metrics(steps: Sequence[StepTiming]) -> dict[str, float]:
-    """Return sums of each bucket, over the backwards of a step, in the mean over the steps."""
+    """Return figures of each bucket, summed over the backwards of a step and averaged over the steps."""
     values: dict[str, float] = {}
     errors: dict[int, list[float]] = {}
     for step in steps:

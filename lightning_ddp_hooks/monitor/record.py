@@ -1,16 +1,16 @@
-"""What a run has recorded: the last steps in full, sums over all of them, and what other ranks say."""
+"""What a run has recorded: the last steps in full, sums over all of them, and the figures of other ranks."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 
 from lightning_ddp_hooks.monitor.timeline import (
     StepTiming,
     communication_time,
     effective_compression,
-    median,
     overlap,
     typical_steps,
 )
@@ -21,13 +21,13 @@ class Summary:
     """Figures of some steps; times in seconds.
 
     Attributes:
-        steps: how many.
-        duration: of a step, median.
-        communication: in a step, median.
-        exposed: in a step, median.
+        steps: number of steps.
+        duration: median duration of a step.
+        communication: median communication time of a step.
+        exposed: median time that a step waits.
         overlap: median fraction of the communication that was not waited for.
-        sent_bytes: by this rank in a step, mean (averaging and the like do not come in every step).
-        compression: effective, over all steps; None if nothing was sent.
+        sent_bytes: mean of what this rank sent in a step (averaging and the like do not come in every step).
+        compression: effective compression over all steps; None if nothing was sent.
         error: mean relative error of compressed buckets, weighted by size; None unless it was measured.
     """
 
@@ -42,23 +42,19 @@ class Summary:
 
     @property
     def exposed_share(self) -> float:
-        """The part of a step that is spent waiting."""
+        """Part of a step that is spent waiting."""
         return self.exposed / self.duration if self.duration else 0.0
 
     @classmethod
     def of(cls, steps: Sequence[StepTiming], world_size: int) -> Summary:
-        """Summarise steps: times over the typical ones, bytes over all.
-
-        Raises:
-            ValueError: there are no steps.
-        """
+        """Summarize steps, of which there is at least one: times over the typical ones, bytes over all."""
         typical = typical_steps(steps)
         return cls(
             steps=len(steps),
-            duration=median([step.duration for step in typical]),
-            communication=median([communication_time(step) for step in typical]),
-            exposed=median([step.wait for step in typical]),
-            overlap=median([overlap(step) for step in typical]),
+            duration=median(step.duration for step in typical),
+            communication=median(map(communication_time, typical)),
+            exposed=median(step.wait for step in typical),
+            overlap=median(map(overlap, typical)),
             sent_bytes=sum(step.sent_bytes for step in steps) / len(steps),
             compression=effective_compression(steps, world_size),
             error=mean_error(steps),
@@ -81,21 +77,19 @@ def rank_row(rank: int, steps: Sequence[StepTiming], world_size: int) -> dict[st
 class RunRecord:
     """A run as the report tells it.
 
-    Args:
+    Attributes:
         world_size: number of ranks.
-        rank: whose record this is.
+        rank: rank that keeps this record.
         keep_steps: how many steps are kept in full; older ones are dropped.
         facts: what to say about the run (model, hook, backend), in this order.
         has_hook: whether a communication hook reduces the gradients.
         bucket_cap_bytes: size at which a bucket is closed.
-
-    Attributes:
-        steps: the last steps.
-        count: of all steps that were recorded.
+        count: number of all steps that were recorded.
         parameter_bytes: size of each parameter's gradient, by name.
         outside_bytes: what was sent between steps, by purpose.
-        ranks: what `rank_row` returned on each rank; empty if they could not be asked.
+        ranks: result of `rank_row` on each rank; empty if they could not be asked.
         note: what a reader has to know, such as that the run has failed.
+        steps: the last steps.
     """
 
     world_size: int
@@ -109,10 +103,10 @@ class RunRecord:
     outside_bytes: Mapping[str, int] = field(default_factory=dict)
     ranks: Sequence[Mapping[str, float | None]] = ()
     note: str | None = None
+    steps: deque[StepTiming] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make room for the steps."""
-        self.steps: deque[StepTiming] = deque(maxlen=self.keep_steps)
+        self.steps = deque(maxlen=self.keep_steps)
 
     def add(self, steps: Sequence[StepTiming]) -> None:
         """Add steps in order."""

@@ -1,13 +1,22 @@
-"""The report: one HTML page without scripts or outside files. Pure; `report_svg` draws, `report_text` says."""
+"""The report: one HTML page without scripts or outside files. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from html import escape
+from statistics import mean, median
 
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
+from lightning_ddp_hooks.monitor.report_charts import (
+    BUCKET_COLORS,
+    budget_chart,
+    key,
+    parameters_chart,
+    timeline_chart,
+    waiting_chart,
+)
 from lightning_ddp_hooks.monitor.report_style import STYLE
-from lightning_ddp_hooks.monitor.report_svg import budget_svg, exposed_svg, parameters_svg, timeline_svg
 from lightning_ddp_hooks.monitor.report_text import (
     advice,
     bytes_text,
@@ -20,22 +29,17 @@ from lightning_ddp_hooks.monitor.report_text import (
 from lightning_ddp_hooks.monitor.timeline import (
     BucketTiming,
     StepTiming,
-    median,
     median_step,
     typical_steps,
     typical_waiting,
 )
 
-_BUCKETS_LISTED = 40
+_BUCKETS_LISTED, _PARAMETERS_LISTED = 40, 8
 
 
 def build_report(record: RunRecord) -> str:
-    """Return the page.
-
-    Args:
-        record: of the rank that writes the report; may hold no steps.
-    """
-    facts = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in record.facts.items())
+    """Return the page for the record of the rank that writes it; it may hold no steps."""
+    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in record.facts.items())
     note = run_note(record)
     head = f"<header><h1>Communication report</h1><dl>{facts}</dl></header>"
     if note:
@@ -46,15 +50,16 @@ def build_report(record: RunRecord) -> str:
     summary = Summary.of(steps, record.world_size)
     step = median_step(steps)
     said = advice(steps, summary, record.world_size, has_hook=record.has_hook, bucket_cap_bytes=record.bucket_cap_bytes)
-    lead = (
-        f'<p class="verdict">{escape(headline(steps, summary, record.world_size))}</p>'
-        f'<p class="advice">{_with_code(said)}</p>'
-    )
-    sections = [
+    parts = [
+        head,
+        f'<p class="verdict">{escape(headline(steps, summary, record.world_size))}</p>',
+        f'<p class="advice">{_with_code(said)}</p>',
         _cards(summary),
-        _section("A typical step", _timeline_note(step), _typical(step, has_hook=record.has_hook)),
+        _typical_step(step, has_hook=record.has_hook),
         _section(
-            "Waiting, step by step", "How long each step waited for communication.", exposed_svg(steps, summary.exposed)
+            "Waiting, step by step",
+            "How long each step waited for communication.",
+            waiting_chart(steps, summary.exposed),
         ),
         _buckets(steps, step),
         _parameters(record, step),
@@ -62,7 +67,7 @@ def build_report(record: RunRecord) -> str:
         _ranks(record),
         _legend(),
     ]
-    return _page(head + lead + "".join(sections))
+    return _page("".join(parts))
 
 
 def _page(body: str) -> str:
@@ -97,37 +102,31 @@ def _cards(summary: Summary) -> str:
     if summary.error is not None:
         cards.append(("compression error", f"{summary.error:.2g}", "relative, to the exact mean", ""))
     inside = "".join(
-        f'<div class="card {css}"><div class="name">{escape(name)}</div><div class="value">{escape(value)}</div>'
-        f'<div class="what">{escape(what)}</div></div>'
+        f'<div class="card {css}"><div class="name">{name}</div><div class="value">{value}</div>'
+        f'<div class="what">{what}</div></div>'
         for name, value, what, css in cards
     )
     return f'<div class="cards">{inside}</div>'
 
 
-def _timeline_note(step: StepTiming) -> str:
-    return f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
-
-
-def _typical(step: StepTiming, *, has_hook: bool) -> str:
-    chart = timeline_svg(step, has_hook=has_hook) + _timeline_key(has_hook=has_hook)
-    return chart + budget_svg(step, has_hook=has_hook)
-
-
-def _timeline_key(*, has_hook: bool) -> str:
-    entries = [
+def _typical_step(step: StepTiming, *, has_hook: bool) -> str:
+    colors = [
         ("hook", "the hook computes, launches" if has_hook else "launching"),
         ("hidden", "in flight, hidden"),
         ("exposed", "in flight after the backward"),
     ]
-    inside = "".join(f'<span><i class="{css}"></i>{escape(text)}</span>' for css, text in entries)
-    return f'<p class="key">{inside}</p>'
+    charts = timeline_chart(step, has_hook=has_hook) + key(colors) + budget_chart(step, has_hook=has_hook)
+    note = f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
+    return _section("A typical step", note, charts)
 
 
 # ---------------------------------------------------------------------- tables
 
 
-def _bar(share: float, css: str) -> str:
-    return f'<i class="bar {css}" style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i>'
+def _bars(*bars: tuple[float, str]) -> str:
+    """Draw bars one below the other: pairs of a share of the width and a class."""
+    drawn = [f'<i class="bar {css}" style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i>' for share, css in bars]
+    return f'<div class="bars">{"".join(drawn)}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -140,33 +139,26 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
     if not step.buckets:
         return ""
-    alike = typical_steps(steps)
-    waiting = typical_waiting(steps)
+    typical, waiting = typical_steps(steps), typical_waiting(steps)
     largest = max(max(b.grad_bytes, b.sent_bytes) for b in step.buckets) or 1
     worst = max(*waiting.buckets, waiting.hook, waiting.after) or 1.0
     rows = []
-    for number, bucket in enumerate(step.buckets[:_BUCKETS_LISTED]):
-        mine = [other.buckets[number] for other in alike]
+    for position, bucket in enumerate(step.buckets[:_BUCKETS_LISTED]):
+        mine = [other.buckets[position] for other in typical]
         sent = sum(b.sent_bytes for b in mine) / len(mine)
-        exposed = waiting.buckets[number]
+        exposed = waiting.buckets[position]
         errors = [b.error for b in mine if b.error is not None]
-        rows.append(
-            [
-                f'<span class="dot b{bucket.index % 6}"></span>{bucket.index}',
-                f'<span title="{escape(", ".join(bucket.names))}">{escape(_contents(bucket))}</span>',
-                f'<div class="bars">{_bar(bucket.grad_bytes / largest, "faint")}{_bar(sent / largest, "sent")}</div>',
-                bytes_text(bucket.grad_bytes),
-                bytes_text(sent),
-                seconds_text(median([b.in_flight[1] - b.in_flight[0] for b in mine])),
-                f'<div class="bars">{_bar(exposed / worst, "exposed")}</div>',
-                seconds_text(exposed),
-                f"{sum(errors) / len(errors):.2g}" if errors else "",
-            ]
-        )
+        rows.append([
+            f'<span class="dot b{bucket.index % BUCKET_COLORS}"></span>{bucket.index}',
+            f'<span title="{escape(", ".join(bucket.names))}">{escape(_contents(bucket))}</span>',
+            _bars((bucket.grad_bytes / largest, "faint"), (sent / largest, "sent")),
+            bytes_text(bucket.grad_bytes), bytes_text(sent),
+            seconds_text(median(b.in_flight[1] - b.in_flight[0] for b in mine)),
+            _bars((exposed / worst, "exposed")), seconds_text(exposed), f"{mean(errors):.2g}" if errors else "",
+        ])  # fmt: skip
     for what, seconds in (("the hook computes", waiting.hook), ("no bucket in flight", waiting.after)):
         if seconds >= 0.5e-6:  # else it would be shown as 0 us
-            bar = f'<div class="bars">{_bar(seconds / worst, "exposed")}</div>'
-            rows.append(["", what, "", "", "", "", bar, seconds_text(seconds), ""])
+            rows.append(["", what, "", "", "", "", _bars((seconds / worst, "exposed")), seconds_text(seconds), ""])
     head = ["bucket", "parameters", "gradients, sent", "gradients", "sent", "in flight", "", "waited for", "error"]
     if all(not row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
@@ -185,49 +177,38 @@ def _contents(bucket: BucketTiming) -> str:
 
 
 def _parameters(record: RunRecord, step: StepTiming) -> str:
-    bucket_of = {name: bucket.index for bucket in step.buckets for name in bucket.names}
+    bucket_of = {name: bucket for bucket in step.buckets for name in bucket.names}
     sizes = {name: n for name, n in record.parameter_bytes.items() if name in bucket_of}
-    chart = parameters_svg(sizes, bucket_of)
-    if not chart:
-        return ""
     total = sum(sizes.values())
-    first = sorted(sizes, key=lambda name: (-sizes[name], name))[:8]
-    # What is sent for a bucket is divided by size: a hook sees the bucket, not the parameter.
-    factor = {name: bucket.sent_bytes / bucket.grad_bytes for bucket in step.buckets for name in bucket.names
-              if bucket.grad_bytes}  # fmt: skip
-    rows = [
-        [
-            f"<code>{escape(name)}</code>",
-            f'<div class="bars">{_bar(sizes[name] / sizes[first[0]], f"b{bucket_of[name] % 6}")}</div>',
-            bytes_text(sizes[name]),
-            share_text(sizes[name] / total),
-            bytes_text(sizes[name] * factor.get(name, 0.0)),
-            str(bucket_of[name]),
-        ]
-        for name in first
-    ]
+    if not total:
+        return ""
+    first = sorted(sizes, key=lambda name: (-sizes[name], name))[:_PARAMETERS_LISTED]
+    rows = []
+    for name in first:
+        bucket = bucket_of[name]
+        # What is sent for a bucket is divided by size: a hook sees the bucket, not the parameter.
+        sent = sizes[name] * bucket.sent_bytes / (bucket.grad_bytes or 1)
+        bars = _bars((sizes[name] / sizes[first[0]], f"b{bucket.index % BUCKET_COLORS}"))
+        share = share_text(sizes[name] / total)
+        code = f"<code>{escape(name)}</code>"
+        rows.append([code, bars, bytes_text(sizes[name]), share, bytes_text(sent), str(bucket.index)])
+    chart = parameters_chart(sizes, {name: bucket.index for name, bucket in bucket_of.items()})
     table = _table(["largest parameters", "", "gradient", "of all", "sent", "bucket"], rows)
-    note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a colour is a bucket."
+    note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a color is a bucket."
     return _section("Bytes by parameter", note, chart + table)
 
 
 def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
-    purposes: dict[str, float] = {"gradients": sum(b.sent_bytes for step in steps for b in step.buckets)}
+    purposes = Counter({"gradients": sum(b.sent_bytes for step in steps for b in step.buckets)})
     for step in steps:
-        for name, sent in step.other_bytes:
-            purposes[name] = purposes.get(name, 0.0) + sent
+        purposes.update(dict(step.other_bytes))
     between = sum(record.outside_bytes.values())
     if len(purposes) == 1 and not between:
         return ""
-    total = sum(purposes.values()) or 1.0
+    total = purposes.total() or 1
     rows = [
-        [
-            escape(name),
-            f'<div class="bars">{_bar(sent / total, "sent")}</div>',
-            bytes_text(sent / len(steps)),
-            share_text(sent / total),
-        ]
-        for name, sent in sorted(purposes.items(), key=lambda entry: -entry[1])
+        [escape(name), _bars((sent / total, "sent")), bytes_text(sent / len(steps)), share_text(sent / total)]
+        for name, sent in purposes.most_common()
     ]
     table = _table(["purpose", "", "per step", "of all"], rows)
     more = f'<p class="sub">Between steps, over the whole run: {bytes_text(between)}.</p>' if between else ""
@@ -235,33 +216,25 @@ def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
 
 
 def _ranks(record: RunRecord) -> str:
-    rows = [row for row in record.ranks if row.get("steps")]
-    if len(rows) < 2:
+    ranks = [{name: float(figure or 0.0) for name, figure in row.items()} for row in record.ranks if row.get("steps")]
+    if len(ranks) < 2:
         return ""
-    worst = max(_figure(row, "exposed") for row in rows)
-    mean = sum(_figure(row, "exposed") for row in rows) / len(rows)
-    cells = [
+    worst = max(row["exposed"] for row in ranks)
+    rows = [
         [
-            f"{_figure(row, 'rank'):.0f}",
-            seconds_text(_figure(row, "duration")),
-            f'<div class="bars">{_bar(_figure(row, "exposed") / (worst or 1.0), "exposed")}</div>',
-            seconds_text(_figure(row, "exposed")),
-            seconds_text(_figure(row, "communication")),
-            share_text(_figure(row, "overlap")),
-            bytes_text(_figure(row, "sent_bytes")),
+            f"{row['rank']:.0f}", seconds_text(row["duration"]), _bars((row["exposed"] / (worst or 1.0), "exposed")),
+            seconds_text(row["exposed"]), seconds_text(row["communication"]), share_text(row["overlap"]),
+            bytes_text(row["sent_bytes"]),
         ]
-        for row in rows
-    ]
+        for row in ranks
+    ]  # fmt: skip
     note = (
-        f"Waited for communication: mean {seconds_text(mean)}, at most {seconds_text(worst)}. A rank that waits less "
-        "than the others is the one that they wait for."
+        f"Waited for communication: mean {seconds_text(mean(row['exposed'] for row in ranks))}, at most "
+        f"{seconds_text(worst)}. A rank that waits less than the others is the one that they wait for."
     )
-    head = ["rank", "step", "", "waited", "communication", "overlap", "sent per step"]
-    return _section("Ranks", note, _table(head, cells))
-
-
-def _figure(row: Mapping[str, float | None], name: str) -> float:
-    return float(row.get(name) or 0.0)
+    return _section(
+        "Ranks", note, _table(["rank", "step", "", "waited", "communication", "overlap", "sent per step"], rows)
+    )
 
 
 def _legend() -> str:

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
 from lightning_ddp_hooks.monitor.timeline import StepTiming, Waiting, typical_phases, typical_steps, typical_waiting
 
-# Below this share of a step, waiting is not worth anybody's time.
-_NEGLIGIBLE = 0.01
-# Below this share, neither waiting nor a hook is worth a change.
-_LITTLE = 0.03
-# From this share of all waiting on, one bucket is to blame.
-_MOST = 0.6
-# Up to this share of all waiting, a bucket is as good as not waited for.
-_HARDLY = 0.05
+_NEGLIGIBLE = 0.01  # below this share of a step, waiting is not worth anybody's time
+_LITTLE = 0.03  # below this share, neither waiting nor a hook is worth a change
+_MOST = 0.6  # from this share of all waiting on, one bucket is to blame
+_HARDLY = 0.05  # up to this share of all waiting, a bucket is as good as not waited for
 
 
 def seconds_text(seconds: float) -> str:
@@ -71,13 +67,7 @@ def _worst(waiting: Waiting, buckets: Sequence[int]) -> str | None:
 
 
 def headline(steps: Sequence[StepTiming], summary: Summary, world_size: int) -> str:
-    """Return one sentence about the run, by its typical steps.
-
-    Args:
-        steps: at least one.
-        summary: of all steps.
-        world_size: number of ranks.
-    """
+    """Return one sentence about the run, by its typical steps; there is at least one step."""
     sent = bytes_text(summary.sent_bytes)
     buckets = [bucket.index for bucket in typical_steps(steps)[0].buckets]
     if world_size == 1:
@@ -107,8 +97,8 @@ def advice(
     """Return what there is to gain, and where to look for it.
 
     Args:
-        steps: at least one.
-        summary: of all steps.
+        steps: at least one step.
+        summary: summary of all steps.
         world_size: number of ranks.
         has_hook: whether a communication hook is in use.
         bucket_cap_bytes: size at which a bucket is closed.

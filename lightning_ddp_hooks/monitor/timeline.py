@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from statistics import median
 
 Interval = tuple[float, float]
 
@@ -25,12 +26,12 @@ class BucketTiming:
 
     Attributes:
         index: position in the order of reduction.
-        names: of the parameters in it.
-        grad_bytes: size of the gradients in it.
+        names: names of its parameters.
+        grad_bytes: size of its gradients.
         sent_bytes: what this rank sent for it, by the formulas in ``traffic.py``.
-        ready: its gradients are complete and its turn has come.
-        launched: its first collective is on its way; from ``ready`` to here a hook computes what to send.
-        done: it is reduced; with a hook of several collectives, after the last one.
+        ready: when its gradients were complete and its turn had come.
+        launched: when its first collective was on its way; from ``ready`` to here a hook computes what to send.
+        done: when it was reduced; with a hook of several collectives, after the last one.
         error: relative error of the reduced gradients to the exact mean; None unless it was asked for.
     """
 
@@ -45,27 +46,27 @@ class BucketTiming:
 
     @property
     def in_flight(self) -> Interval:
-        """From ``launched`` to ``done``."""
+        """Interval from ``launched`` to ``done``."""
         return (self.launched, max(self.launched, self.done))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One training step: an accumulation window, or a ``training_step`` of manual optimisation.
+    """One training step: an accumulation window, or a ``training_step`` of manual optimization.
 
     Attributes:
         step: number of the step.
-        begin: of its first forward.
-        backward_begin: of the first backward that reduces gradients (without one: of the last backward).
-        backward_end: the last backward has computed its gradients; what follows is the wait, then the optimizer.
-        finished: of the step, after the optimizer.
-        buckets: in order of launch; over all backwards, if there are several.
+        begin: start of its first forward.
+        backward_begin: start of the first backward that reduces gradients (without one: of the last backward).
+        backward_end: when the last backward had computed its gradients; then come the wait and the optimizer.
+        finished: end of the step, after the optimizer.
+        buckets: its buckets in order of launch; over all backwards, if there are several.
         wait: seconds that the step waited for communication.
         waits: when it did; by default once, from ``backward_end`` on.
         other_bytes: what was sent for other purposes, such as ``("buffers", 8192)``.
         local_bytes: size of gradients that were not exchanged, where a model averager lets replicas train on their own.
-        hook_work: when, in those waits, a hook computed between its collectives and after them, and so nobody waited;
-            known on the host's clock only, else empty.
+        hook_work: when, in those waits, a hook computed between its collectives and after them, so that nobody waited;
+            known on the host's clock only, otherwise empty.
     """
 
     step: int
@@ -82,19 +83,19 @@ class StepTiming:
 
     @property
     def duration(self) -> float:
-        """From ``begin`` to ``finished``."""
+        """Seconds from ``begin`` to ``finished``."""
         return self.finished - self.begin
 
     @property
     def wait_intervals(self) -> tuple[Interval, ...]:
-        """When the step waited."""
+        """Intervals in which the step waited."""
         if self.waits or not self.wait:
             return self.waits
         return ((self.backward_end, self.backward_end + self.wait),)
 
     @property
     def idle_intervals(self) -> list[Interval]:
-        """When the step waited and the hook had nothing to compute either."""
+        """Intervals in which the step waited and the hook had nothing to compute either."""
         return subtract(self.wait_intervals, self.hook_work)
 
     @property
@@ -171,16 +172,15 @@ def overlap(step: StepTiming) -> float:
 def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
     """Return for each bucket how long the step waited for it, and not for one before it, in seconds.
 
-    The sum may be less than ``step.wait``, which also covers what a hook computes meanwhile, and what comes after the
-    last bucket (results written back, ranks agreeing on unused parameters).
+    The sum may be less than ``step.wait``; see `Waiting` for the rest.
     """
     idle = step.idle_intervals
     shares = []
-    free = float("-inf")  # up to here the step waited for buckets before this one
+    counted = float("-inf")  # up to here the step waited for buckets before this one
     for bucket in step.buckets:
         launched, done = bucket.in_flight
-        shares.append(length(intersect([(max(free, launched), done)], idle)))
-        free = max(free, done)
+        shares.append(length(intersect([(max(counted, launched), done)], idle)))
+        counted = max(counted, done)
     return tuple(shares)
 
 
@@ -193,10 +193,8 @@ def effective_compression(steps: Sequence[StepTiming], world_size: int) -> float
     """Return how many times more an all-reduce of all gradients in their own dtype would have sent.
 
     Everything that was sent counts, also buffers and model averages; steps in which a model averager exchanges nothing
-    count as gradients that were not sent.
-
-    Returns:
-        1 for one rank, which has nothing to send; None if there was something to send and nothing was sent.
+    count as gradients that were not sent. The result is 1 for one rank, which has nothing to send, and None if there
+    was something to send and nothing was sent.
     """
     dense = ring_bytes(sum(step.grad_bytes + step.local_bytes for step in steps), world_size)
     sent = sum(step.sent_bytes for step in steps)
@@ -208,41 +206,24 @@ def effective_compression(steps: Sequence[StepTiming], world_size: int) -> float
 # ---------------------------------------------------------------------- many steps
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values, the mean of the two in the middle.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not values:
-        raise ValueError("Expected at least one value, got none.")
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def typical_steps(steps: Sequence[StepTiming]) -> list[StepTiming]:
-    """Return the steps with the most frequent list of buckets, of those that exchange gradients (else all).
+    """Return the steps with the most frequent list of buckets, of those that exchange gradients (else of all).
 
-    The first steps, before the buckets have been laid out anew, are not among them.
+    The first steps, before the buckets are rebuilt, are not among them.
     """
     exchanging = [step for step in steps if step.buckets] or list(steps)
     layouts = [tuple(hash(bucket.names) for bucket in step.buckets) for step in exchanging]
-    usual = Counter(layouts).most_common(1)
-    return [step for step, layout in zip(exchanging, layouts, strict=True) if layout == usual[0][0]]
+    usual = max(layouts, key=Counter(layouts).__getitem__, default=())
+    return [step for step, layout in zip(exchanging, layouts, strict=True) if layout == usual]
 
 
 def median_step(steps: Sequence[StepTiming]) -> StepTiming:
-    """Return the typical step whose duration, wait and hook time are nearest to the medians; of several, the first.
-
-    Raises:
-        ValueError: there are no steps.
-    """
-    alike = typical_steps(steps)
-    figures = [(step.duration, step.wait, hook_time(step)) for step in alike]
+    """Return the typical step whose duration, wait and hook time are nearest to the medians; of several, the first."""
+    typical = typical_steps(steps)
+    figures = [(step.duration, step.wait, hook_time(step)) for step in typical]
     medians = [median(column) for column in zip(*figures, strict=True)]
     distances = [sum(abs(mine - usual) for mine, usual in zip(its, medians, strict=True)) for its in figures]
-    return alike[distances.index(min(distances))]
+    return typical[distances.index(min(distances))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +232,9 @@ class Waiting:
 
     Attributes:
         total: median over the typical steps.
-        buckets: for each bucket, as in `exposed_by_bucket`.
-        hook: a hook computes, after the backward.
-        after: no bucket is in flight: results are written back, ranks agree on unused parameters.
+        buckets: part of each bucket, as in `exposed_by_bucket`.
+        hook: part in which a hook computes, after the backward.
+        after: part in which no bucket is in flight: results are copied back, ranks agree on unused parameters.
     """
 
     total: float
@@ -267,12 +248,9 @@ def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
 
     Medians of the parts would not do: where one step waits for one bucket and the next step for another one, they are
     all zero.
-
-    Raises:
-        ValueError: there are no steps.
     """
     ordered = sorted(typical_steps(steps), key=lambda step: step.wait)
-    total = median([step.wait for step in ordered])
+    total = median(step.wait for step in ordered)
     quarter = len(ordered) // 4
     low, high = ordered[quarter].wait, ordered[-1 - quarter].wait
     middle = [step for step in ordered if low <= step.wait <= high]
@@ -284,14 +262,14 @@ def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What one step, or a typical one, spent its time on; in seconds.
+    """What a step, or a typical one, spent its time on; in seconds.
 
     Attributes:
-        forward: from the step's begin to its first backward, which includes further forwards of an accumulation window.
-        backward: computing gradients.
-        hook: computing what to send, and starting to send it, in the middle of the backward; what a hook does later.
-        wait: for communication, without what a hook computes meanwhile.
-        rest: the optimizer, model averaging, callbacks.
+        forward: time before the first backward, which includes further forwards of an accumulation window.
+        backward: time in which gradients are computed.
+        hook: time in which hooks compute and collectives are started during the backward, and hooks compute after it.
+        wait: time waited for communication, without what a hook computes meanwhile.
+        rest: time of the optimizer, model averaging, callbacks.
     """
 
     forward: float
@@ -299,12 +277,6 @@ class Phases:
     hook: float
     wait: float
     rest: float
-
-
-def typical_phases(steps: Sequence[StepTiming]) -> Phases:
-    """Return the median of each part over the typical steps; they need not add up to a step."""
-    divided = [phases(step) for step in typical_steps(steps)]
-    return Phases(*(median([getattr(its, entry.name) for its in divided]) for entry in fields(Phases)))
 
 
 def phases(step: StepTiming) -> Phases:
@@ -318,3 +290,9 @@ def phases(step: StepTiming) -> Phases:
     late = length(intersect(step.hook_work, step.wait_intervals))
     rest = step.duration - forward - computing - hook - step.wait
     return Phases(forward, computing, hook + late, step.wait - late, rest)
+
+
+def typical_phases(steps: Sequence[StepTiming]) -> Phases:
+    """Return the median of each part over the typical steps; they need not add up to a step."""
+    divided = [phases(step) for step in typical_steps(steps)]
+    return Phases(*(median(getattr(its, entry.name) for its in divided) for entry in fields(Phases)))

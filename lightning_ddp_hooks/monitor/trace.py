@@ -18,15 +18,12 @@ _NAMES_SHOWN = 8
 def build_trace(
     steps: Sequence[StepTiming], *, rank: int = 0, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return a trace of the steps: one lane for compute, and one for each bucket.
+    """Return a trace for ``json.dump``: one lane for compute, and one for each bucket; the first step begins at 0.
 
     Args:
-        steps: in order.
-        rank: whose steps they are; the process in the trace.
+        steps: steps in order.
+        rank: rank whose steps they are; the process in the trace.
         metadata: facts to keep with it.
-
-    Returns:
-        What ``json.dump`` takes. The first step begins at 0.
     """
     events: list[dict[str, Any]] = [_name("process_name", rank, 0, f"rank {rank}")]
     events.append(_name("thread_name", rank, COMPUTE_LANE, "compute"))

@@ -11,7 +11,7 @@ from torch import nn
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.monitor.clock import CudaClock
+from lightning_ddp_hooks.monitor.clock import DeviceClock
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
 from lightning_ddp_hooks.traffic import ByteCounter
@@ -29,7 +29,7 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
     traffic = ByteCounter()
     comm.count_bytes(traffic)
     error = CompressionError(dist.new_group(backend="nccl"), 1) if compare else None
-    recorder = Recorder(CudaClock(torch.device("cuda", 0), queues_waits=True), traffic, error)
+    recorder = Recorder(DeviceClock(torch.device("cuda", 0), queues_waits=True), traffic, error)
     model.reducer.observer = recorder
     x = torch.randn(4096, 2048, device="cuda")
     early: list[int] = []

@@ -1,7 +1,6 @@
 """The command line: each class and argument can be set and is explained, what is printed can be read, errors help."""
 
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from trainer_runs import Net
 from lightning_ddp_hooks import DDPHooksStrategy, averaging, callbacks, hooks, optim
 from lightning_ddp_hooks.hooks import CommHook
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike
-from lightning_ddp_hooks.lightning_cli import ArgumentParser as ListingParser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STRATEGY = "--trainer.strategy=lightning_ddp_hooks.DDPHooksStrategy"
@@ -64,22 +62,6 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LightningCLI]
     def run(*flags: str, **kwargs: Any) -> LightningCLI:
         args = ["--seed_everything=0", *flags]
         return LightningCLI(Net, args=args, run=False, save_config_callback=None, trainer_defaults=quiet, **kwargs)
-
-    return run
-
-
-@pytest.fixture
-def error_of(
-    command_line: Callable[..., LightningCLI], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> Callable[..., str]:
-    """What a command line that is wrong ends with, under our parser, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*flags: str) -> str:
-        with pytest.raises(SystemExit) as left:
-            command_line(*flags, parser_class=ListingParser)
-        assert left.value.code == 2
-        return str(capsys.readouterr().err)
 
     return run
 
@@ -193,149 +175,6 @@ def test_a_wrong_flag_ends_the_command_with_what_is_expected(
 
     assert left.value.code == 2
     assert re.search(said, capsys.readouterr().err, flags=re.DOTALL)
-
-
-takes_a_parser = pytest.mark.skipif(
-    "parser_class" not in inspect.signature(LightningCLI.__init__).parameters, reason="needs Lightning 2.5.6"
-)
-
-
-def _options_of(cls: type) -> str:
-    return ", ".join(sorted(inspect.signature(cls).parameters))
-
-
-@takes_a_parser
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            [STRATEGY, "--trainer.strategy.bucket_cap=3"],
-            f"Option 'bucket_cap' is not accepted; closest: bucket_cap_mb; accepted: {_options_of(DDPHooksStrategy)}\n",
-        ),
-        (
-            [STRATEGY, "--trainer.strategy.comm_hook=PowerSGD", "--trainer.strategy.comm_hook.rnk=3"],
-            f"Option 'rnk' is not accepted; closest: rank; accepted: {_options_of(hooks.PowerSGD)}\n",
-        ),
-        (
-            [STRATEGY, "--trainer.strategy.optimizer_in_hook.shards=true"],
-            "Option 'shards' is not accepted; closest: shard, shard_buckets; accepted: interleaved, overlap, shard",
-        ),
-        (
-            ["--trainer.callbacks=lightning_ddp_hooks.callbacks.UnevenInputs", "--trainer.callbacks.polic=stop"],
-            "Option 'polic' is not accepted; closest: policy; accepted: divisor, policy\n",
-        ),
-        (["--trainer.max_epoch_s=3"], "closest: trainer.max_epochs, .*; accepted: trainer.accelerator, .*"),
-        (
-            ["--modle.lr=3"],
-            r"arguments: --modle.lr=3; (closest: .*; )?accepted: config, .*help, .*trainer\.\*\n",
-        ),
-        (["--config=wrong.yaml"], "'max_epoc'; closest: trainer.max_epochs, .*; accepted: "),
-        (
-            ["--config=deep.yaml"],
-            f"Option 'perod' is not accepted; closest: period; accepted: {_options_of(averaging.SlowMo)}\n",
-        ),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_our_parser_lists_the_right_flags(
-    flags: list[str],
-    said: str,
-    error_of: Callable[..., str],
-) -> None:
-    Path("wrong.yaml").write_text("trainer: {max_epoc: 3}")
-    averager = {"class_path": "lightning_ddp_hooks.averaging.SlowMo", "init_args": {"perod": 3}}
-    strategy = {"class_path": "lightning_ddp_hooks.DDPHooksStrategy", "init_args": {"averager": averager}}
-    Path("deep.yaml").write_text(json.dumps({"trainer": {"strategy": strategy}}))
-
-    assert re.search(said, error_of(*flags))
-
-
-@takes_a_parser
-@pytest.mark.parametrize(
-    "flags", [["--trainer.max_epoch_s=3"], ["--config=wrong.yaml"], []], ids=["flag", "file", "default"]
-)
-def test_our_parser_lists_the_flags_of_a_subcommand(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("wrong.yaml").write_text("trainer: {max_epoc: 3}")
-    monkeypatch.setattr(sys, "argv", ["script", "fit", *flags])
-    files = {} if flags else {"parser_kwargs": {"fit": {"default_config_files": ["wrong.yaml"]}}}
-    with pytest.raises(SystemExit) as left:
-        LightningCLI(Net, parser_class=ListingParser, save_config_callback=None, **files)  # type: ignore[arg-type]
-
-    assert left.value.code == 2
-    assert re.search("closest: trainer.max_epochs, .*; accepted: trainer.accelerator, ", capsys.readouterr().err)
-
-
-@takes_a_parser
-def test_each_of_several_wrong_flags_is_answered(command_line: Callable[..., LightningCLI], capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        command_line("garbage", "--foo=1", "--trainer.max-epoch-s=-2", "-trainer.devises=3", parser_class=ListingParser)
-
-    *_, first, second, third = capsys.readouterr().err.splitlines()
-    assert re.search(r"; foo: accepted: config, .*, help, .*, print_config, seed_everything, trainer\.\*$", first)
-    assert second.startswith("  trainer.max_epoch_s: closest: trainer.max_epochs, ")
-    assert third.startswith("  trainer.devises: closest: trainer.devices; accepted: trainer.accelerator, ")
-
-
-@takes_a_parser
-@pytest.mark.parametrize("flags", [["--trainer.max_epochs=3", "fit"], ["--config=early.yaml", "fit"]], ids=str)
-def test_flags_before_the_subcommand_are_told_where_to_go(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("early.yaml").write_text("trainer: {max_epochs: 3}")
-    monkeypatch.setattr(sys, "argv", ["script", *flags])
-    with pytest.raises(SystemExit):
-        LightningCLI(Net, parser_class=ListingParser, save_config_callback=None)
-
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "; accepted before the subcommand: config, " in said
-    assert said.endswith("; all others go behind it, as in `fit --trainer.max_epochs ...`")
-
-
-@takes_a_parser
-@pytest.mark.parametrize(
-    ("flags", "last"),
-    [
-        ([STRATEGY, "--trainer.strategy.averager=SlowMo", "--trainer.strategy.averager.perod=3"],
-         "Option 'perod' is not accepted; closest: period; accepted: "),
-        (["--trainer.strategy=ddp_hooks", "--trainer.strategy.comm_hook=int8"],
-         "'ddp_hooks' is a name, which takes no arguments: to give some, name a class, such as DDPHooksStrategy."),
-        (["--trainer.strategy.comm_hook=int8"], "'auto' is a name, which takes no arguments: "),
-        ([STRATEGY, "--trainer.strategy.comm_hook=powersgd", "--trainer.strategy.comm_hook.rank=2"],
-         "'powersgd' is a short name, which takes no arguments: to give it some, name the class, PowerSGD."),
-        ([STRATEGY, "--trainer.strategy.comm_hook=PowerSDG", "--trainer.strategy.comm_hook.rank=2"],
-         "'PowerSDG' is no class that was imported; closest: PowerSGD"),
-        (["--trainer.callbacks=CommMonitr"], "'CommMonitr' is no class that was imported; closest: CommMonitor"),
-        (["--trainer.callbacks=lightning_ddp_hooks.callbacks.CommMonitr"],
-         "There is no 'CommMonitr' in lightning_ddp_hooks.callbacks; closest: CommMonitor"),
-        (["--config=beside.yaml"], "Beside `class_path` there may only be `init_args`, which holds the arguments."),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)  # fmt: skip
-def test_the_last_line_says_what_to_do(
-    flags: list[str],
-    last: str,
-    error_of: Callable[..., str],
-) -> None:
-    hook = {"class_path": "lightning_ddp_hooks.hooks.PowerSGD", "rank": 3}
-    strategy = {"class_path": "lightning_ddp_hooks.DDPHooksStrategy", "init_args": {"comm_hook": hook}}
-    Path("beside.yaml").write_text(json.dumps({"trainer": {"strategy": strategy}}))
-
-    assert error_of(*flags).splitlines()[-1].startswith(last)
-
-
-@takes_a_parser
-def test_other_errors_are_not_touched(command_line: Callable[..., LightningCLI], capsys: Any) -> None:
-    said = []
-    for kwargs in ({}, {"parser_class": ListingParser}):
-        with pytest.raises(SystemExit):
-            command_line(STRATEGY, "--trainer.strategy.timeout=60", **kwargs)
-        said.append(capsys.readouterr().err)
-
-    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("name", ["powersdg", "lightning_ddp_hooks.hooks.PowerSDG"])

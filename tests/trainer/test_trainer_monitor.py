@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import CommMonitor, UnevenInputs
 from lightning_ddp_hooks.hooks import BlockQuantize, PowerSGD
 from lightning_ddp_hooks.monitor.record import RunRecord
-from lightning_ddp_hooks.monitor.timeline import median, ring_bytes
+from lightning_ddp_hooks.monitor.timeline import ring_bytes
 
 pytestmark = [pytest.mark.trainer, pytest.mark.ranks]
 

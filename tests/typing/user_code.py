@@ -12,7 +12,6 @@ from typing_extensions import assert_type
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import DataParallel, DDPHooksStrategy, GradBucket, averaging, callbacks, hooks, join, optim
-from lightning_ddp_hooks.lightning_cli import ArgumentParser
 
 strategies: list[DDPHooksStrategy] = [
     DDPHooksStrategy(),
@@ -32,7 +31,7 @@ trainer = Trainer(
     strategy=strategies[0],
     callbacks=[callbacks.UnevenInputs(policy="join"), callbacks.CommMonitor()],
 )
-cli = LightningCLI(LightningModule, parser_class=ArgumentParser, run=False)
+cli = LightningCLI(LightningModule, run=False)
 assert_type(strategies[0].stats(), dict[str, object])
 assert_type(ldh.__version__, str)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from statistics import median
 
-from lightning_ddp_hooks.monitor.cost_model import ComputeStep
-from lightning_ddp_hooks.monitor.timeline import median
+from lightning_ddp_hooks.advisor.cost_model import ComputeStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +14,12 @@ class BackwardProfile:
     """A typical training step of a module on one rank, without communication.
 
     Attributes:
-        names: of the trainable parameters.
-        shapes: of the parameters.
-        dtypes: of the parameters, as ``"float32"``.
+        names: names of the trainable parameters.
+        shapes: their shapes.
+        dtypes: their dtypes, as ``"float32"``.
         nbytes: size of each gradient.
-        ready: when each gradient is complete, in seconds from the begin of the backward that reduces gradients.
-        before: seconds from the step's begin to that backward.
+        ready: when each gradient is complete, in seconds from the start of the backward that reduces gradients.
+        before: seconds from the start of the step to that backward.
         backward: seconds that it takes.
         after: seconds from its end to that of the step.
         steps: how many steps were measured.
@@ -38,7 +37,7 @@ class BackwardProfile:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Duration of the whole step."""
         return self.before + self.backward + self.after
 
     @property
@@ -48,33 +47,16 @@ class BackwardProfile:
 
     @property
     def order(self) -> list[int]:
-        """The parameters' positions, first ready first."""
+        """Positions of the parameters, first ready first."""
         return sorted(range(len(self.names)), key=lambda index: (self.ready[index], -index))
 
     def compute_step(self, buckets: Sequence[Sequence[int]]) -> ComputeStep:
-        """Return when buckets are ready; one is launched after those before it.
-
-        Args:
-            buckets: the parameters' positions in each bucket, in order of reduction.
-        """
+        """Return when buckets, given by the positions of their parameters, are ready; each after those before it."""
         ready: list[float] = []
         for bucket in buckets:
             complete = min(max(self.ready[index] for index in bucket), self.backward)
             ready.append(max(complete, ready[-1] if ready else 0.0))
         return ComputeStep(self.before, tuple(ready), self.backward, self.after)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the profile as numbers, strings and lists, for another process."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> BackwardProfile:
-        """Undo `as_dict`."""
-        tuples: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-        }
-        tuples["shapes"] = tuple(tuple(shape) for shape in values["shapes"])
-        return cls(**tuples)
 
 
 @dataclass(frozen=True)
@@ -94,33 +76,27 @@ def profile_of(
     nbytes: Sequence[int],
     samples: Sequence[StepSample],
 ) -> BackwardProfile:
-    """Take the median of each time over the steps; what never came counts as coming last.
-
-    Raises:
-        ValueError: no step was measured.
-    """
-    if not samples:
-        raise ValueError("Expected at least one measured step, got none.")
-    backward = median([sample.backward for sample in samples])
+    """Take the median of each time over the steps; a gradient that never came counts as coming last."""
+    backward = median(sample.backward for sample in samples)
     ready = []
-    for index in range(len(names)):
-        times = [time for sample in samples if (time := sample.ready[index]) is not None]
-        ready.append(min(median(times), backward) if times else backward)
+    for times in zip(*(sample.ready for sample in samples), strict=True):
+        known = [time for time in times if time is not None]
+        ready.append(min(median(known), backward) if known else backward)
     return BackwardProfile(
         names=tuple(names),
         shapes=tuple(shapes),
         dtypes=tuple(dtypes),
         nbytes=tuple(nbytes),
         ready=tuple(ready),
-        before=median([sample.before for sample in samples]),
+        before=median(sample.before for sample in samples),
         backward=backward,
-        after=median([sample.after for sample in samples]),
+        after=median(sample.after for sample in samples),
         steps=len(samples),
     )
 
 
 def slowest(profiles: Sequence[BackwardProfile]) -> BackwardProfile:
-    """Join the profiles of several ranks: a collective begins when the last rank is ready.
+    """Join the profiles of several ranks: a collective starts when the last rank is ready.
 
     Raises:
         ValueError: the ranks do not train the same parameters.
@@ -128,11 +104,8 @@ def slowest(profiles: Sequence[BackwardProfile]) -> BackwardProfile:
     first = profiles[0]
     if any(profile.names != first.names for profile in profiles):
         raise ValueError("Expected the same trainable parameters on all ranks.")
-    return BackwardProfile(
-        names=first.names,
-        shapes=first.shapes,
-        dtypes=first.dtypes,
-        nbytes=first.nbytes,
+    return replace(
+        first,
         ready=tuple(max(times) for times in zip(*(profile.ready for profile in profiles), strict=True)),
         before=max(profile.before for profile in profiles),
         backward=max(profile.backward for profile in profiles),

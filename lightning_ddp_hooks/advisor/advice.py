@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from lightning_ddp_hooks.monitor.cost_model import Prediction
+from lightning_ddp_hooks.advisor.cost_model import Prediction
 
 Change = Literal["none", "rounding", "approximation", "local"]
 """What a way to communicate changes about the maths, from nothing to another training algorithm."""
 
-CHANGES: tuple[Change, ...] = ("none", "rounding", "approximation", "local")
+CHANGES: tuple[Change, ...] = get_args(Change)
 
 _WORTH: dict[Change, float] = {"none": 0.0, "rounding": 0.05, "approximation": 0.20, "local": 0.25}
 """By how much a step must become shorter for the change to be worth it; predictions are off by several percent."""
@@ -25,14 +25,14 @@ class Option:
     """One way to communicate, with its prediction.
 
     Attributes:
-        name: as on the command line.
+        name: name on the command line.
         change: how much of the maths it changes.
         effect: the same in words.
-        yaml: what goes under ``trainer:``.
-        bucket_cap_mb: the bucket size with which it is fastest; None where there are no buckets, or where that of the
-            strategy makes the same ones.
+        yaml: configuration that selects it.
+        bucket_cap_mb: bucket size with which it is fastest; None where there are no buckets, or where the default size
+            makes the same ones.
         memory: bytes that it keeps.
-        predicted: its step.
+        predicted: predicted step.
     """
 
     name: str
@@ -43,20 +43,10 @@ class Option:
     memory: int
     predicted: Prediction
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the option as numbers and strings."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Advice:
-    """What to take.
-
-    Attributes:
-        option: the recommended one.
-        because: why, in sentences.
-        beyond: the fastest option that changes more than was accepted, if it is worth it.
-    """
+    """The recommended option and why; and the fastest one that changes more than was accepted, if it is worth it."""
 
     option: Option
     because: str
@@ -71,22 +61,13 @@ def advise(options: Sequence[Option], accept: Change = "rounding") -> Advice:
     case a millisecond.
 
     Args:
-        options: with at least one that changes nothing.
-        accept: the largest change that may be recommended.
-
-    Raises:
-        ValueError: no option that changes nothing, or an unknown change.
+        options: options to choose from, at least one of which changes nothing.
+        accept: largest change that may be recommended.
     """
-    if accept not in CHANGES:
-        raise ValueError(f"Expected a change of {', '.join(CHANGES)}, got {accept!r}.")
-    exact = [option for option in options if option.change == "none"]
-    if not exact:
-        raise ValueError("Expected at least one option that changes nothing.")
-    plain = _fastest(exact)
-    chosen = plain
+    accepted = CHANGES[1 : CHANGES.index(accept) + 1]
+    plain = chosen = milder = _fastest([option for option in options if option.change == "none"])
     beyond: Option | None = None
     for change in CHANGES[1:]:
-        milder = chosen if beyond is None else beyond
         rivals = [option for option in options if option.change == change]
         if not rivals:
             continue
@@ -94,12 +75,13 @@ def advise(options: Sequence[Option], accept: Change = "rounding") -> Advice:
         saved = milder.predicted.step - rival.predicted.step
         if saved < max(_WORTH[change] * milder.predicted.step, _WORTH_SECONDS):
             continue
-        if CHANGES.index(change) <= CHANGES.index(accept):
+        milder = rival
+        if change in accepted:
             chosen = rival
         else:
             beyond = rival
-    accepted = [option for option in options if 0 < CHANGES.index(option.change) <= CHANGES.index(accept)]
-    return Advice(chosen, _because(plain, chosen, accepted), beyond)
+    others = [option for option in options if option.change in accepted]
+    return Advice(chosen, _because(plain, chosen, others), beyond)
 
 
 def _fastest(options: Sequence[Option]) -> Option:
@@ -139,15 +121,18 @@ def _too_little(plain: Option, accepted: Sequence[Option]) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """Return milliseconds with three digits that mean something."""
-    ms = 1e3 * seconds
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+    """Return milliseconds with three significant digits."""
+    return _digits(1e3 * seconds)
 
 
 def mb_text(nbytes: float) -> str:
-    """Return megabytes with three digits that mean something."""
+    """Return megabytes with three significant digits."""
     mb = nbytes / 1e6
-    return f"{mb:.0f}" if mb >= 100 else f"{mb:.1f}" if mb >= 10 else f"{mb:.2f}" if mb >= 0.1 else f"{mb:.3f}"
+    return _digits(mb) if mb >= 0.1 else f"{mb:.3f}"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def table(options: Sequence[Option]) -> str:
@@ -176,12 +161,7 @@ def table(options: Sequence[Option]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], right: Sequence[int] | range = ()) -> str:
-    """Lay rows out in columns, a rule under the first one.
-
-    Args:
-        rows: of equal length; the first one is the header.
-        right: the columns that are flush right.
-    """
+    """Lay rows of equal length out in columns, with a rule under the first row; those in ``right`` flush right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def line(row: Sequence[str]) -> str:

@@ -1,0 +1,208 @@
+"""Predicts what a training step takes from what was measured of its parts. Pure; no torch, no clock.
+
+Known are the step without communication (when each bucket's gradients are ready), what the hook computes and sends for
+each bucket, and the network. Predicted is the step with communication, for any number of ranks:
+
+    thread   | forward |  backward ...[h0] ....[h1].........[h2]| wait | decode | optimizer |
+    link                              |== bucket 0 ==|== bucket 1 ==|== bucket 2 ==|
+                          ready:      0        1             2
+
+The rules are those of the reducer: buckets are launched in order; what a hook computes holds up the thread that runs
+the backward; collectives queue on the link; a further phase of a bucket is issued when the next bucket is launched, or
+else when the step waits. On a device, hooks and collectives run on a stream of their own, beside the backward.
+
+The model leaves out that communication takes processor time from the backward, that ranks are not equally fast, and
+that links are shared with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_ddp_hooks.advisor.link_model import Network
+from lightning_ddp_hooks.traffic import Collective, sent_by_rank
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One collective of a bucket: the seconds that the hook computes before it, and the bytes each rank puts in."""
+
+    compute: float
+    collective: Collective
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """What a hook does for one bucket: its collectives in order, and the seconds it computes after the last one."""
+
+    phases: tuple[Phase, ...]
+    finish: float = 0.0
+
+    def sent(self, world_size: int) -> int:
+        """Return how many bytes a rank sends for the bucket."""
+        return sum(sent_by_rank(phase.collective, phase.nbytes, world_size) for phase in self.phases)
+
+
+@dataclass(frozen=True)
+class ComputeStep:
+    """A training step without communication; in seconds.
+
+    Attributes:
+        before: time before the backward that reduces gradients (data, forward, earlier micro-batches).
+        ready: for each bucket, when its gradients are complete; from the start of that backward, ascending.
+        backward: length of that backward.
+        after: optimizer and all else.
+    """
+
+    before: float
+    ready: tuple[float, ...]
+    backward: float
+    after: float
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the whole step."""
+        return self.before + self.backward + self.after
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step; in seconds.
+
+    Attributes:
+        step: duration of the step.
+        exposed: time that it waits for communication.
+        hook: time that the hook computes at the expense of the step.
+        communication: time in which the link is in use.
+        sent: bytes that a rank sends, on average over steps.
+    """
+
+    step: float
+    exposed: float
+    hook: float
+    communication: float
+    sent: float
+
+
+def predict(
+    step: ComputeStep, buckets: Sequence[BucketCost], network: Network, world_size: int, *, on_stream: bool = False
+) -> Prediction:
+    """Predict a step in which gradients are reduced.
+
+    Args:
+        step: the step without communication.
+        buckets: what is done for each bucket, in order of reduction.
+        network: links between the ranks.
+        world_size: number of ranks.
+        on_stream: hooks and collectives run on a stream of their own, not on the thread of the backward.
+    """
+    run = _Stream(network, world_size) if on_stream else _Thread(network, world_size)
+    for ready, cost in zip(step.ready, buckets, strict=True):
+        run.launch(ready, cost)
+    end = run.finish(step.backward)
+    sent = float(sum(cost.sent(world_size) for cost in buckets))
+    return Prediction(step.before + end + step.after, run.waited, run.hook, run.communication, sent)
+
+
+def predict_averaging(step: ComputeStep, nbytes: int, network: Network, world_size: int, *, period: int) -> Prediction:
+    """Predict the average step of replicas that train by themselves and exchange ``nbytes`` every ``period`` steps."""
+    exposed = network.seconds("all_reduce", nbytes, world_size) / period
+    sent = sent_by_rank("all_reduce", nbytes, world_size) / period
+    return Prediction(step.seconds + exposed, exposed, hook=0.0, communication=exposed, sent=sent)
+
+
+@dataclass
+class _InFlight:
+    """A bucket in flight: the phase it is in, and when that is done."""
+
+    cost: BucketCost
+    phase: int = -1
+    done: float = 0.0
+    finished: bool = False
+
+
+@dataclass
+class _Thread:
+    """Hooks on the thread of the backward, as on a CPU."""
+
+    network: Network
+    world_size: int
+    now: float = 0.0
+    delay: float = 0.0  # by how much the backward is late
+    link_free: float = 0.0
+    waited: float = 0.0
+    hook: float = 0.0
+    communication: float = 0.0
+    buckets: list[_InFlight] = field(default_factory=list)
+
+    def launch(self, ready: float, cost: BucketCost) -> None:
+        self.now = max(self.now, ready + self.delay)
+        before = self.now
+        self.buckets.append(_InFlight(cost))
+        self.advance()
+        self.delay += self.now - before
+
+    def advance(self) -> None:
+        """Start every phase that can start by now; a bucket does not overtake the one before it."""
+        previous: _InFlight | None = None
+        for bucket in self.buckets:
+            while not bucket.finished and bucket.done <= self.now and not _must_wait(bucket, previous):
+                self.start_next_phase(bucket)
+            previous = bucket
+
+    def start_next_phase(self, bucket: _InFlight) -> None:
+        bucket.phase += 1
+        if bucket.phase == len(bucket.cost.phases):
+            self.compute(bucket.cost.finish)
+            bucket.finished = True
+            return
+        phase = bucket.cost.phases[bucket.phase]
+        self.compute(phase.compute)
+        seconds = self.network.seconds(phase.collective, phase.nbytes, self.world_size)
+        self.communication += seconds
+        bucket.done = self.link_free = max(self.now, self.link_free) + seconds
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+        self.hook += seconds
+
+    def finish(self, backward: float) -> float:
+        """Return when all buckets are done, for a backward of that length."""
+        self.now = max(self.now, backward + self.delay)
+        for bucket in self.buckets:
+            while not bucket.finished:
+                self.advance()
+                if not bucket.finished:
+                    self.waited += max(0.0, bucket.done - self.now)
+                    self.now = max(self.now, bucket.done)
+                    self.start_next_phase(bucket)
+        return self.now
+
+
+def _must_wait(bucket: _InFlight, previous: _InFlight | None) -> bool:
+    return previous is not None and not previous.finished and previous.phase <= bucket.phase
+
+
+@dataclass
+class _Stream:
+    """Hooks and collectives one after the other on a stream beside the backward."""
+
+    network: Network
+    world_size: int
+    free: float = 0.0
+    waited: float = 0.0
+    hook: float = 0.0
+    communication: float = 0.0
+
+    def launch(self, ready: float, cost: BucketCost) -> None:
+        computed = sum(phase.compute for phase in cost.phases) + cost.finish
+        sent = sum(self.network.seconds(p.collective, p.nbytes, self.world_size) for p in cost.phases)
+        self.hook += computed
+        self.communication += sent
+        self.free = max(self.free, ready) + computed + sent
+
+    def finish(self, backward: float) -> float:
+        self.waited = max(0.0, self.free - backward)
+        return max(self.free, backward)
