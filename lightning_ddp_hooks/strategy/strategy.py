@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_ddp_hooks.callbacks.uneven_inputs import UnevenInputs
+    from lightning_ddp_hooks.lightning.callbacks.uneven_inputs import UnevenInputs
 
 log = logging.getLogger(__name__)
 

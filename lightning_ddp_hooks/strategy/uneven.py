@@ -13,14 +13,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.callbacks.uneven_collectives import gathered, neutral, op_name, reduced
-from lightning_ddp_hooks.callbacks.uneven_run import UnevenRun
+from lightning_ddp_hooks.lightning.uneven.collectives import gathered, neutral, op_name, reduced
+from lightning_ddp_hooks.lightning.uneven.run import UnevenRun
 from lightning_ddp_hooks.strategy.loading import LoadingStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_ddp_hooks.callbacks.uneven_inputs import UnevenInputs
+    from lightning_ddp_hooks.lightning.callbacks.uneven_inputs import UnevenInputs
 
 
 class UnevenStrategy(LoadingStrategy):

@@ -23,8 +23,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.callbacks.uneven_collectives import BATCH_HOOKS, describe
-from lightning_ddp_hooks.callbacks.uneven_logs import StepRecord, mask_logs, record_step, take_over, without_traces
+from lightning_ddp_hooks.lightning.uneven.collectives import BATCH_HOOKS, describe
+from lightning_ddp_hooks.lightning.uneven.logs import StepRecord, mask_logs, record_step, take_over, without_traces
 from lightning_ddp_hooks.join.agreement import StepAgreement
 from lightning_ddp_hooks.join.batches import emptied
 from lightning_ddp_hooks.join.groups import ActiveGroups
@@ -35,7 +35,7 @@ from lightning_ddp_hooks.join.steps import Step
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_ddp_hooks.callbacks.uneven_inputs import UnevenInputs
+    from lightning_ddp_hooks.lightning.callbacks.uneven_inputs import UnevenInputs
 
 Place = Literal["step", "batch hook", "elsewhere"]
 

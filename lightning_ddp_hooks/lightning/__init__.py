@@ -1,0 +1,1 @@
+"""What ties the package to Lightning: strategies, callbacks, and how a Trainer runs uneven inputs."""
