@@ -14,12 +14,14 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import declaration_text
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
-from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
-from lightning_ddp_hooks.join.data_parallel_hook import (
+from lightning_ddp_hooks.join.context import (
     BACKWARD,
     FORWARD,
     FORWARD_WITH_BUFFERS,
     DataParallelJoinHook,
+    Join,
+    Joinable,
+    JoinHook,
 )
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.outputs import roots_in

@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_ddp_hooks.__file__).parent
 LAYERS = [
     ["__init__", "__main__"],
     ["cli", "lightning_cli"],
-    ["strategy", "fabric", "callbacks"],
+    ["strategy", "fabric", "callbacks", "lightning"],
     ["data_parallel", "checkpoint"],
     ["optim"],
     ["join"],
@@ -28,7 +28,7 @@ LAYERS = [
 ]
 MAY_IMPORT_LIGHTNING = {
     *("__init__", "__main__", "cli", "lightning_cli"),
-    *("strategy", "fabric", "callbacks", "checkpoint", "_compat"),
+    *("strategy", "fabric", "callbacks", "lightning", "checkpoint", "_compat"),
 }
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}
 MAKE_FLOATS = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
@@ -69,6 +69,14 @@ def test_a_module_imports_only_downward_and_what_it_may(path: Path) -> None:
             assert part in MAY_IMPORT_LIGHTNING, f"{part} must not import Lightning: {name}"
         if name.startswith("torch.distributed"):
             assert part in MAY_IMPORT_DISTRIBUTED, f"{part} must go through comm.py: {name}"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_callbacks_know_the_strategy_and_not_the_other_way_round(path: Path) -> None:
+    if _part(path) not in ("strategy", "fabric", "lightning") or path.parent.name == "callbacks":
+        return
+    for name in _imports(path):
+        assert not name.startswith(("lightning_ddp_hooks.callbacks", "lightning_ddp_hooks.lightning.callbacks")), name
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))

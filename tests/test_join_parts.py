@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from lightning_ddp_hooks.join.batches import emptied
-from lightning_ddp_hooks.join.samplers import remove_padding
-from lightning_ddp_hooks.join.steps import DIVISORS, Step
+from lightning_ddp_hooks.join.agreement import DIVISORS, Step
+from lightning_ddp_hooks.join.data import emptied, remove_padding
 
 Point = namedtuple("Point", ["x", "label"])
 

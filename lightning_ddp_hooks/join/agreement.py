@@ -1,20 +1,88 @@
-"""Ranks tell each other, one step ahead, who still has a batch: one small asynchronous collective.
+"""Which ranks take part in a step, and how they agree on it: one small asynchronous collective, one step ahead.
 
-A rank that knows how many batches it has left says so too; then it is certain for as many steps who is active, and
-there is nothing to agree on in them.
+Notation: W ranks, of which A are *active* (have a batch) in a step; rank r holds n_r samples. A rank that has run out
+of batches has *joined*; a step in which some rank has joined belongs to the *tail*.
+
+A rank that knows how many batches it has left says so too; for as many steps the active ranks are certain, and nothing
+is exchanged.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.join.steps import Step
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 
+Divisor = Literal["active", "samples", "world"]
+DIVISORS: tuple[Divisor, ...] = ("active", "samples", "world")
 _COLUMNS = 4
-_FOR_EVER = 1 << 40
+_UNBOUNDED = 1 << 40
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all ranks know of one step.
+
+    Attributes:
+        rank: this process's rank.
+        active: for each rank, whether it has a batch.
+        samples: for each rank, the number of samples in its batch; zeros unless they are counted.
+    """
+
+    rank: int
+    active: tuple[bool, ...]
+    samples: tuple[int, ...]
+
+    @cached_property
+    def joined(self) -> bool:
+        """Whether this rank has no batch."""
+        return not self.active[self.rank]
+
+    @cached_property
+    def tail(self) -> bool:
+        """Whether some rank has no batch."""
+        return not all(self.active)
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank has a batch: the epoch ended before this step."""
+        return not any(self.active)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The active ranks."""
+        return tuple(rank for rank, has_batch in enumerate(self.active) if has_batch)
+
+    @property
+    def first(self) -> int:
+        """The lowest active rank, which speaks for all of them."""
+        return self.ranks[0]
+
+    def loss_factor(self, divisor: Divisor) -> float:
+        """Return the factor on an active rank's loss that makes the mean over all W ranks the wanted mean.
+
+        Args:
+            divisor: ``"active"``: the mean over the active ranks, factor W / A; ``"samples"``: the mean over all
+                samples of the step, factor W n_r / sum(n), for losses that are means over samples; ``"world"``: the sum
+                over the active ranks divided by W, factor 1.
+        """
+        world_size = len(self.active)
+        if divisor == "active":
+            return world_size / len(self.ranks)
+        if divisor == "samples":
+            total = sum(self.samples)
+            return world_size * self.samples[self.rank] / total if total else 0.0
+        return 1.0
+
+
+def active_text(ranks: tuple[int, ...]) -> str:
+    """Name the active ranks in a message."""
+    return f"only {ranks_text(ranks)} still {'has' if len(ranks) == 1 else 'have'} data"
 
 
 class Agreed(NamedTuple):
@@ -22,8 +90,8 @@ class Agreed(NamedTuple):
 
     Attributes:
         step: the step.
-        needs_template: whether some rank that has never had a batch needs to be shown what one looks like.
-        certain_steps: for how many steps, from this one on, the same ranks are active.
+        needs_template: whether a rank that has never had a batch must be shown the structure of one.
+        certain_steps: the number of steps, from this one on, with the same active ranks.
     """
 
     step: Step
@@ -32,14 +100,11 @@ class Agreed(NamedTuple):
 
 
 class StepAgreement:
-    """Agrees on steps over a CPU group.
+    """Agrees on steps over a CPU group that nothing else uses.
 
     Each rank fills its row of a zero matrix with (has a batch, samples in it, needs a template, batches it certainly
-    has); the sum over the ranks tells all rows to all. It is posted when the next batch is at hand and awaited when
-    that batch is due, so that it costs next to nothing.
-
-    Args:
-        group: a CPU group that nothing else uses.
+    has); the sum over the ranks gives all rows to all. It is posted when the next batch has been fetched and awaited
+    when that batch is due, so that its latency is hidden.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
@@ -53,11 +118,11 @@ class StepAgreement:
 
         Args:
             has_batch: whether this rank has one for the step.
-            samples: in that batch; 0 if nobody counts them.
+            samples: in that batch; 0 if they are not counted.
             needs_template: whether this rank has never had a batch.
-            certain: how many batches this rank surely has, that of the step included.
+            certain: the number of batches this rank surely has, that of the step included.
         """
-        row = (int(has_batch), samples, int(needs_template), certain if has_batch else _FOR_EVER)
+        row = (int(has_batch), samples, int(needs_template), certain if has_batch else _UNBOUNDED)
         numbers = [0] * (_COLUMNS * self._world_size)
         numbers[_COLUMNS * self._rank : _COLUMNS * (self._rank + 1)] = row
         rows = torch.tensor(numbers, dtype=torch.int64)
@@ -67,27 +132,22 @@ class StepAgreement:
 
     @property
     def pending(self) -> bool:
-        """Whether other ranks have yet to say something."""
-        return self._posted is not None and not self._posted.done()
+        """Whether other ranks have yet to post."""
+        return self._posted is not None and not self._posted.work.is_completed()
 
 
-class PendingStep:
+class PendingStep(NamedTuple):
     """A step on which the ranks are agreeing."""
 
-    def __init__(self, rank: int, rows: torch.Tensor, work: comm.Work) -> None:
-        self._rank = rank
-        self._rows = rows
-        self._work = work
-
-    def done(self) -> bool:
-        """Tell whether all ranks have posted."""
-        return bool(self._work.is_completed())
+    rank: int
+    rows: torch.Tensor
+    work: comm.Work
 
     def wait(self) -> Agreed:
-        """Return what was agreed on."""
-        self._work.wait()
-        numbers = self._rows.tolist()
+        """Wait for all ranks and return what was agreed on."""
+        self.work.wait()
+        numbers = self.rows.tolist()
         has_batch, samples, needs, certain = (numbers[column::_COLUMNS] for column in range(_COLUMNS))
-        step = Step(self._rank, tuple(map(bool, has_batch)), tuple(samples))
+        step = Step(self.rank, tuple(map(bool, has_batch)), tuple(samples))
         needs_template = any(lacks and not has for lacks, has in zip(needs, has_batch, strict=True))
         return Agreed(step, needs_template, min(certain))

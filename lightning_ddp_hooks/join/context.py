@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.reducer.agreement import ranks_text
+from lightning_ddp_hooks.join.agreement import active_text
+from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,7 @@ class Join:
             RuntimeError: some rank has run out of data, with ``throw_on_early_termination``.
         """
         join = joinable._join
-        if join is None:
-            return None
-        return join._announce(join._joinables.index(joinable), kind, wait)
+        return None if join is None else join._announce(join._joinables.index(joinable), kind, wait)
 
     def _announce(self, index: int, kind: int, wait: bool) -> Event | None:
         message, work = self._exchange(active=True, index=index, kind=kind)
@@ -215,8 +215,7 @@ class Join:
 
 def _throw_text(event: Event) -> str:
     return (
-        f"only {ranks_text(event.active)} still {'has' if len(event.active) == 1 else 'have'} data. Leave out "
-        "`throw_on_early_termination` to have the others shadow what they do."
+        f"{active_text(event.active)}. Leave out `throw_on_early_termination` to have the others shadow what they do."
     )
 
 
@@ -228,3 +227,46 @@ def _read(message: torch.Tensor) -> tuple[Event, int]:
     if index % count or kind % count:
         raise RuntimeError("Ranks announced different collectives: in a Join context all do the same in each step.")
     return Event(active, kind // count), index // count
+
+
+# ---------------------------------------------------------------------- data parallelism
+
+FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
+"""The kinds of events: a backward under ``no_sync`` announces nothing, so joined ranks need not be told of it."""
+
+
+class DataParallelJoinHook(JoinHook):
+    """Shadows the collectives of a data-parallel module, then takes over the final model.
+
+    Args:
+        module: the module inside.
+        reducer: its reducer.
+        divide_by_initial_world_size: whether gradients are divided by the number of all ranks, joined ones too.
+    """
+
+    def __init__(self, module: torch.nn.Module, reducer: Reducer, *, divide_by_initial_world_size: bool) -> None:
+        self._module = module
+        self._reducer = reducer
+        self._by_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Broadcast buffers, or reduce zeros through the registered hook."""
+        event = self.event
+        if event.kind == FORWARD_WITH_BUFFERS:
+            self._reducer.buffers.refresh(event.active[0])
+        elif event.kind == BACKWARD:
+            if not self._by_world_size:
+                self._reducer.set_divisor(len(event.active))
+            self._reducer.shadow_backward()
+
+    @torch.no_grad()
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the final model from the lowest of the last joiners."""
+        reducer = self._reducer
+        reducer.on_backward_begin = None
+        reducer.set_divisor(reducer.world_size)
+        flags = torch.zeros(reducer.world_size, dtype=torch.int64)
+        flags[comm.rank(reducer.group)] = int(is_last_joiner)
+        comm.all_reduce(flags, reducer.control_group).wait()
+        source = int(flags.argmax())
+        broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)

@@ -14,8 +14,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.lightning.uneven.collectives import op_name
 from lightning_ddp_hooks.health.logged import LoggedValues
+from lightning_ddp_hooks.lightning.uneven.collectives import op_name
 from lightning_ddp_hooks.strategy.optimizer import OptimizerStrategy
 
 if TYPE_CHECKING:

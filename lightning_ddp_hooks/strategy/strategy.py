@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_ddp_hooks.lightning.callbacks.uneven_inputs import UnevenInputs
+    from lightning_ddp_hooks.lightning.uneven.run import UnevenSettings
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class DDPHooksStrategy(HealthStrategy):
         super().use_averager(averager, average_before_eval=average_before_eval, save_replicas=save_replicas)
 
     @override
-    def use_uneven_inputs(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
+    def use_uneven_inputs(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
         refuse(self._run(policy=settings.policy, divisor=settings.divisor))
         super().use_uneven_inputs(settings, trainer)
 
@@ -287,6 +287,11 @@ class DDPHooksStrategy(HealthStrategy):
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""
         return self.reducer.stats()
+
+    def describe(self) -> dict[str, str | None]:
+        """Return what this fit has as ``hook``, ``averager`` and ``optimizer`` in the hook, in short words."""
+        hook = self._hook if self._fit_hook is None else self._fit_hook
+        return declared(hook, self._averager, self._optimizer_in_hook)
 
     @override
     def __repr__(self) -> str:
@@ -385,7 +390,7 @@ class DDPHooksStrategy(HealthStrategy):
 
     def _say_what_is_done(self) -> None:
         hook = self._hook if self._fit_hook is None else self._fit_hook
-        texts = declared(hook, self._averager, self._optimizer_in_hook)
+        texts = self.describe()
         inputs = self._uneven_text()
         texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
         rank_zero_info(summary_text(self.reducer.stats(), texts))

@@ -14,13 +14,11 @@ from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.lightning.uneven.collectives import gathered, neutral, op_name, reduced
-from lightning_ddp_hooks.lightning.uneven.run import UnevenRun
+from lightning_ddp_hooks.lightning.uneven.run import UnevenRun, UnevenSettings
 from lightning_ddp_hooks.strategy.loading import LoadingStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_ddp_hooks.lightning.callbacks.uneven_inputs import UnevenInputs
 
 
 class UnevenStrategy(LoadingStrategy):
@@ -28,7 +26,7 @@ class UnevenStrategy(LoadingStrategy):
 
     _uneven: UnevenRun | None = None
 
-    def use_uneven_inputs(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
+    def use_uneven_inputs(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
         """Take part in a run with uneven inputs; called at setup, on all ranks."""
         self._uneven = UnevenRun(settings, trainer)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
@@ -28,14 +29,13 @@ from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 from lightning_ddp_hooks.monitor.trace import build_trace
+from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from torch import Tensor
 
     from lightning_ddp_hooks.reducer.reducer import Reducer
-    from lightning_ddp_hooks.strategy.strategy import DDPHooksStrategy
 
 _IN_PROGRESS_BAR = ("comm/exposed_ms", "comm/overlap")
 
@@ -80,8 +80,11 @@ class CommMonitor(Callback):
     ) -> None:
         if dirpath is not None and not isinstance(dirpath, (str, Path)):
             raise TypeError(f"Expected a path for `dirpath`, got {dirpath!r}.")
-        flags = {"prog_bar": prog_bar, "per_bucket": per_bucket, "compression_error": compression_error}
-        for name, flag in flags.items():
+        for name, flag in (
+            ("prog_bar", prog_bar),
+            ("per_bucket", per_bucket),
+            ("compression_error", compression_error),
+        ):
             if not isinstance(flag, bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
         for name, number in (
@@ -102,8 +105,9 @@ class CommMonitor(Callback):
         self.keep_steps = keep_steps
         self.record: RunRecord | None = None
         self._recorder: Recorder | None = None
+        self._reducer: Reducer | None = None
         self._directory: Path | None = None
-        self._groups: list[comm.ProcessGroup] = []
+        self._error_group: comm.ProcessGroup | None = None
         self._unlogged: list[StepTiming] = []
         self._steps_seen = 0
         self._local_bytes = 0
@@ -112,8 +116,6 @@ class CommMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from lightning_ddp_hooks.strategy.strategy import DDPHooksStrategy  # which imports this package
-
         if stage != "fit":
             return
         if sum(isinstance(callback, CommMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -123,30 +125,42 @@ class CommMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        reducer: Reducer = strategy.reducer
+        strategy = trainer.strategy
+        assert isinstance(strategy, DDPHooksStrategy)
+        reducer = strategy.reducer
+        facts: dict[str, Any] = reducer.stats()
+        backend = facts["comm_backend"]
         # Asking for the directory is collective.
         self._directory = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "comm_monitor"
-        self._groups = [comm.new_group(reducer.parent_group, cpu=True)]
         error = None
         if self.compression_error:
-            self._groups.append(comm.new_group(reducer.parent_group))
-            error = CompressionError(self._groups[1], self.error_every_n_steps)
-        backend = comm.backend_name(reducer.group)
-        traffic = ByteCounter()
-        self._recorder = Recorder(clock_for(strategy.root_device, queues_waits=backend == "nccl"), traffic, error)
+            self._error_group = comm.new_group(reducer.parent_group)
+            error = CompressionError(self._error_group, self.error_every_n_steps)
+        counter = ByteCounter()
+        self._recorder = Recorder(clock_for(strategy.root_device, queues_waits=backend != "gloo"), counter, error)
+        declared = strategy.describe()
+        texts = {
+            "model": type(pl_module).__name__,
+            "hook": declared["hook"] or "mean all-reduce",
+            "averager": declared["averager"],
+            "ranks": f"{trainer.world_size} ({backend})",
+            "device": _device_name(strategy.root_device),
+            "precision": str(trainer.precision),
+            "reducer": facts["backend"],
+            "torch": torch.__version__,
+        }
         self.record = RunRecord(
             world_size=reducer.world_size,
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
-            facts=_facts(trainer, strategy, backend),
-            has_hook=strategy._bound_hook is not None,
-            bucket_cap_bytes=strategy.reducer.stats()["bucket_cap_bytes"],
+            facts={name: text for name, text in texts.items() if text is not None},
+            has_hook=declared["hook"] is not None,
+            bucket_cap_bytes=facts["bucket_cap_bytes"],
         )
         self._unlogged = []
         self._steps_seen = trainer.global_step
-        comm.count_bytes(traffic)
-        reducer.observer = self._recorder
+        comm.count_bytes(counter)
+        self._reducer, reducer.observer = reducer, self._recorder
 
     # ------------------------------------------------------------------ each step
 
@@ -157,9 +171,9 @@ class CommMonitor(Callback):
         recorder = self._recorder
         if recorder is None or recorder.in_step:  # the next micro-batch of an accumulation window
             return
-        strategy: Any = trainer.strategy
-        trains_alone = not strategy.reducer.sync  # an averager has taken over
-        self._local_bytes = sum(param.nbytes for param in strategy.reducer.params) if trains_alone else 0
+        assert self._reducer is not None
+        trains_alone = not self._reducer.sync  # an averager has taken over
+        self._local_bytes = sum(param.nbytes for param in self._reducer.params) if trains_alone else 0
         recorder.begin_step(_compat.logging_step(trainer))
 
     @override
@@ -191,69 +205,59 @@ class CommMonitor(Callback):
         self.record.add(steps)
         step = _compat.logging_step(trainer)
         every = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every:  # the Trainer's 0 means never
-            self._unlogged += steps
-            if self._unlogged and (step + 1) % every == 0:
-                self._log(trainer, pl_module, self.record.world_size, step)
-
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, world_size: int, step: int) -> None:
-        values = step_metrics(self._unlogged, world_size, per_bucket=self.per_bucket)
+        if not every:  # the Trainer's 0 means never
+            return
+        self._unlogged += steps
+        if not self._unlogged or (step + 1) % every:
+            return
+        values = step_metrics(self._unlogged, self.record.world_size, per_bucket=self.per_bucket)
         self._unlogged = []
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        if self.prog_bar:
-            for name in _IN_PROGRESS_BAR:
-                pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        for name in _IN_PROGRESS_BAR if self.prog_bar else ():
+            pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     # ------------------------------------------------------------------ end
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        recorder, record = self._recorder, self.record
-        if recorder is None or record is None:
+        recorder, record, reducer = self._recorder, self.record, self._reducer
+        if recorder is None or record is None or reducer is None:
             return
-        strategy: Any = trainer.strategy
-        record.bucket_cap_bytes = strategy.reducer.stats()["bucket_cap_bytes"]  # "auto" has chosen by now
-        self._detach(trainer)
+        facts: dict[str, Any] = reducer.stats()
+        record.bucket_cap_bytes = facts["bucket_cap_bytes"]  # "auto" has chosen by now
+        self._detach()
         record.add(recorder.settle())
-        record.ranks = comm.all_gather_object(
-            rank_row(record.rank, list(record.steps), record.world_size), self._groups[0]
-        )
-        for group in self._groups:
-            comm.destroy_group(group)
-        self._write(recorder)
+        row = rank_row(record.rank, list(record.steps), record.world_size)
+        record.ranks = comm.all_gather_object(row, reducer.control_group)
+        if self._error_group is not None:
+            comm.destroy_group(self._error_group)
+        self._write(record, recorder)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         recorder, record = self._recorder, self.record
         if recorder is None or record is None:
             return
-        self._detach(trainer)
-        if isinstance(exception, Exception) and not comm.is_collective_error(exception):
-            comm.free_after_error(self._groups[:1])  # on the other one a collective may be under way
+        self._detach()
         record.add(recorder.settle(wait=False))
         record.note = (
             f"The run ended with {type(exception).__name__}: this is what rank {record.rank} had recorded by then."
         )
-        self._write(recorder)
+        self._write(record, recorder)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._detach(trainer)
+        self._detach()
 
-    def _detach(self, trainer: pl.Trainer) -> None:
+    def _detach(self) -> None:
         """Stop watching and counting; nothing collective."""
-        if self._recorder is None:
-            return
-        self._recorder = None
-        comm.count_bytes(None)
-        reducer = getattr(trainer.strategy, "_reducer", None)
-        if reducer is not None:
-            reducer.observer = None
+        if self._reducer is not None:
+            comm.count_bytes(None)
+            self._reducer.observer = None
+        self._recorder = self._reducer = None
 
-    def _write(self, recorder: Recorder) -> None:
-        record = self.record
-        assert record is not None
+    def _write(self, record: RunRecord, recorder: Recorder) -> None:
         record.parameter_bytes = recorder.parameter_bytes
         record.outside_bytes = recorder.outside_bytes
         if record.rank != 0 or self._directory is None:
@@ -266,26 +270,9 @@ class CommMonitor(Callback):
         rank_zero_info(f"CommMonitor: {report}")
 
 
-def _facts(trainer: pl.Trainer, strategy: DDPHooksStrategy, backend: str) -> dict[str, str]:
-    """Say what runs, for the head of the report."""
-    from lightning_ddp_hooks.strategy.summary import declared  # whose package imports this one
-
-    hook = strategy._hook if strategy._fit_hook is None else strategy._fit_hook
-    bound = strategy._bound_hook
-    # As at the start of the fit.
-    texts = declared(hook, strategy._averager, None)
-    device = strategy.root_device
-    facts = {
-        "model": type(trainer.lightning_module).__name__,
-        "hook": texts["hook"] or ("mean all-reduce" if bound is None else bound.name),
-        "averager": texts["averager"],
-        "ranks": f"{trainer.world_size} ({backend})",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "precision": str(trainer.precision),
-        "reducer": str(strategy.stats()["backend"]),
-        "torch": torch.__version__,
-    }
-    return {name: text for name, text in facts.items() if text is not None}
+def _device_name(device: torch.device) -> str:
+    name = getattr(torch.get_device_module(device), "get_device_name", None)  # not every accelerator has one
+    return device.type if name is None else str(name(device))
 
 
 def _finite(value: Any) -> Any:

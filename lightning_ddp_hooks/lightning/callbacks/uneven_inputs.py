@@ -1,24 +1,17 @@
-"""Uneven inputs under a Trainer: what the user declares, and what is checked before anything runs.
-
-UnevenInputs (here)  -- setup -->  UnevenRun (uneven_run.py)        one per fit, validation or test
-DDPHooksStrategy     -- verbs -->  UnevenStrategy (strategy/uneven.py) --> UnevenRun
-                                   logs and metrics: uneven_logs.py    collectives: uneven_collectives.py
-"""
+"""Uneven inputs under a Trainer: what the user declares; the strategy makes an `UnevenRun` of it at setup."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_ddp_hooks.join.steps import DIVISORS, Divisor
+from lightning_ddp_hooks.join.agreement import Divisor
+from lightning_ddp_hooks.lightning.uneven.run import Policy, UnevenSettings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-Policy = Literal["join", "stop", "error"]
-POLICIES: tuple[Policy, ...] = ("join", "stop", "error")
 
 
 class UnevenInputs(Callback):
@@ -48,10 +41,7 @@ class UnevenInputs(Callback):
     """
 
     def __init__(self, policy: Policy = "join", divisor: Divisor = "active") -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"Expected `policy` to be one of {POLICIES}, got {policy!r}.")
-        if divisor not in DIVISORS:
-            raise ValueError(f"Expected `divisor` to be one of {DIVISORS}, got {divisor!r}.")
+        UnevenSettings(policy, divisor)  # raises if they are wrong
         self.policy: Policy = policy
         self.divisor: Divisor = divisor
 
@@ -61,6 +51,6 @@ class UnevenInputs(Callback):
             raise ValueError("Expected one UnevenInputs callback, got several.")
         strategy: Any = trainer.strategy
         if hasattr(strategy, "use_uneven_inputs"):
-            strategy.use_uneven_inputs(self, trainer)
+            strategy.use_uneven_inputs(UnevenSettings(self.policy, self.divisor), trainer)
         elif trainer.world_size > 1:
             raise ValueError(f"UnevenInputs needs strategy='ddp_hooks', got {type(strategy).__name__}.")

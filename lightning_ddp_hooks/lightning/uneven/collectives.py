@@ -1,4 +1,4 @@
-"""Collectives of a step in the tail: only ranks that have data take part, and means are over those.
+"""Collectives and groups of a step in the tail: only ranks that have data take part, and means are over those.
 
 Where a collective is called from decides (see `UnevenRun.place`):
   * in the user's step: active ranks use their own group; joined ranks, if they replay a step, communicate nothing;
@@ -8,32 +8,20 @@ Where a collective is called from decides (see `UnevenRun.place`):
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.join.steps import Step
-from lightning_ddp_hooks.reducer.agreement import ranks_text
+from lightning_ddp_hooks.join.agreement import Step, active_text
 
 BATCH_HOOKS = frozenset(
     {
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "optimizer_zero_grad",
-        "backward",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "optimizer_step",
-        "configure_gradient_clipping",
-        "lr_scheduler_step",
-        "on_train_batch_end",
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-        "on_test_batch_start",
-        "on_test_batch_end",
+        *("on_train_batch_start", "on_before_zero_grad", "optimizer_zero_grad", "backward", "on_before_backward"),
+        *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping"),
+        *("lr_scheduler_step", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),
+        *("on_test_batch_start", "on_test_batch_end"),
     }
 )
 
@@ -47,14 +35,14 @@ def op_name(op: Any) -> Op:
         ValueError: one that is not known here.
     """
     name = "sum" if op is None else str(op).rpartition(".")[2].lower()
-    name = {"avg": "mean"}.get(name, name)
-    if name not in ("sum", "max", "min", "product", "mean"):
+    name = "mean" if name == "avg" else name
+    if name not in get_args(Op):
         raise ValueError(f"Expected a sum, mean, max, min or product for `reduce_op`, got {op!r}.")
     return name  # type: ignore[return-value]
 
 
 def neutral(tensor: Tensor, op: Op) -> Tensor:
-    """Return what changes nothing in a reduction, in the shape of ``tensor``."""
+    """Return the neutral element of a reduction, in the shape of ``tensor``."""
     if op in ("max", "min"):
         limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
         return torch.full_like(tensor, limits.min if op == "max" else limits.max)
@@ -95,6 +83,48 @@ class _Gather(torch.autograd.Function):
         return total[comm.rank(ctx.group)], None
 
 
-def describe(step: Step) -> str:
-    """Name the active ranks in a message."""
-    return f"only {ranks_text(step.ranks)} still {'has' if len(step.ranks) == 1 else 'have'} data"
+class ActiveGroups:
+    """Makes a group for each set of active ranks that comes up, and keeps it.
+
+    There are at most W - 1 such sets in an epoch, and with fixed shards they are the same in all epochs.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], comm.ProcessGroup] = {}
+        self._solo: comm.ProcessGroup | None = None
+
+    def prepare(self, ranks: tuple[int, ...]) -> None:
+        """Make the group of these ranks if there is none; collective over all ranks of the world, joined ones too."""
+        if ranks not in self._groups:
+            self._groups[ranks] = comm.new_subgroup(ranks)
+
+    def for_step(self, step: Step, wanted: Any = None) -> Any:
+        """Return the group to use in a step in the tail where ``wanted`` was asked for; None stands for all ranks.
+
+        Raises:
+            RuntimeError: ``wanted`` is not all ranks, and some of its ranks have run out.
+        """
+        if step.joined:  # it replays the step without the others
+            if self._solo is None:
+                self._solo = comm.solo_group()
+            return self._solo
+        if wanted is None or len(comm.global_ranks(wanted)) == len(step.active):
+            return self._groups[step.ranks]
+        if set(comm.global_ranks(wanted)) <= set(step.ranks):
+            return wanted
+        raise RuntimeError(
+            f"A process group with ranks {comm.global_ranks(wanted)} is used in a step in which "
+            f"{active_text(step.ranks)}. Use `self.trainer.strategy.active_group()`."
+        )
+
+    def close(self, *, failed: bool = False) -> None:
+        """Free the groups; after an error those that can be."""
+        if failed:
+            comm.free_after_error(group for ranks, group in self._groups.items() if comm.rank() in ranks)
+        else:
+            for group in self._groups.values():
+                comm.destroy_group(group)
+        if self._solo is not None:
+            comm.destroy_group(self._solo)
+        self._groups.clear()
+        self._solo = None

@@ -19,10 +19,17 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ddp_hooks import _compat
-from lightning_ddp_hooks.join.batches import emptied, on_cpu
+from lightning_ddp_hooks.join.data import emptied, on_cpu
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+_COPIED_ARGUMENTS = (
+    *("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
+    *("add_dataloader_idx", "metric_attribute"),
+)
+_STATE_OF_LOGGED = ("value", "cumulated_batch_size", "_computed", "has_reset", "_update_count", "_forward_cache")
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,12 @@ class LogEntry:
     """One logged entry as the lowest active rank has it; picklable.
 
     Attributes:
-        key: under which Lightning keeps it.
-        step: the step function that logged it.
-        arguments: of `LightningModule.log`.
-        dataloader_idx: of the validation loader.
-        dtype: of its value; None for a metric.
-        step_value: what was logged in this step, if it is shown for each step.
+        key: Lightning's key of the entry.
+        step: name of the step function that logged it.
+        arguments: arguments of `LightningModule.log`.
+        dataloader_idx: index of the validation loader.
+        dtype: dtype of the value; None for a metric.
+        step_value: the value logged in this step, if it is shown for each step.
     """
 
     key: str
@@ -48,13 +55,13 @@ class LogEntry:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What the lowest active rank tells of a step.
+    """What the lowest active rank sends to joined ones about a step.
 
     Attributes:
-        output: what it returned, without samples.
-        entries: what it logged.
+        output: the step's output, without samples.
+        entries: the logged entries.
         list_states: metrics' states that are lists, by module and name: an empty tensor of the right kind for each.
-        problem: what makes all ranks raise.
+        problem: the message with which all ranks raise.
     """
 
     output: Any
@@ -65,24 +72,16 @@ class StepRecord:
 
 def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
     """Describe the step that this rank has just run."""
-    module = trainer.lightning_module
     entries, problem = [], None
     for key, result in (_compat.logged_results(trainer) or {}).items():
         meta = result.meta
         if meta.fx.split(".")[0] != name or result.has_reset or meta.sync.rank_zero_only:
             continue
+        copied = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
         arguments = {
-            "name": meta.name,
-            "prog_bar": meta.prog_bar,
-            "logger": meta.logger,
-            "on_step": meta.on_step,
-            "on_epoch": meta.on_epoch,
-            "reduce_fx": meta.reduce_fx,
-            "enable_graph": meta.enable_graph,
-            "sync_dist": meta.sync.should,
-            "add_dataloader_idx": meta.add_dataloader_idx,
-            "metric_attribute": meta.metric_attribute,
+            argument: getattr(meta, argument) for argument in (*copied, "add_dataloader_idx", "metric_attribute")
         }
+        arguments["sync_dist"] = meta.sync.should
         if meta.sync.group is not None:
             problem = (
                 f"UnevenInputs does not support `self.log({meta.name!r}, ..., sync_dist_group=...)` in a step: ranks "
@@ -93,7 +92,7 @@ def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
         dtype = result.value.dtype if result.is_tensor else None
         entries.append(LogEntry(key, name, arguments, meta.dataloader_idx, dtype, value))
     states = {}
-    for path, metric in _metrics(module):
+    for path, metric in _metrics(trainer.lightning_module):
         lists = {
             state: emptied(values[0]).cpu()
             for state, values in _compat.list_states(metric).items()
@@ -112,8 +111,8 @@ def _sendable(output: Any) -> Any:
     return output
 
 
-def take_over(trainer: pl.Trainer, record: StepRecord) -> None:
-    """Have the entries of a step on a rank that did not run it."""
+def apply_record(trainer: pl.Trainer, record: StepRecord) -> None:
+    """Make the logged entries of a step on a rank that did not run it."""
     module = trainer.lightning_module
     for path, lists in record.list_states.items():
         own = _compat.list_states(module.get_submodule(path))
@@ -125,23 +124,23 @@ def take_over(trainer: pl.Trainer, record: StepRecord) -> None:
     for entry in record.entries:
         if entry.key not in results or results[entry.key].has_reset:
             results.dataloader_idx = entry.dataloader_idx
-            _log_nothing(trainer, results, entry)
+            _log_neutral(trainer, results, entry)
         if entry.arguments["on_step"]:
             value = None if entry.step_value is None else entry.step_value.to(module.device)
             _compat.set_logged_forward_cache(results[entry.key], value)
     results.dataloader_idx = before
 
 
-def _log_nothing(trainer: pl.Trainer, results: Any, entry: LogEntry) -> None:
+def _log_neutral(trainer: pl.Trainer, results: Any, entry: LogEntry) -> None:
     module = trainer.lightning_module
     if entry.dtype is not None:
-        value: Any = torch.tensor(_nothing(entry.arguments["reduce_fx"]), dtype=entry.dtype, device=module.device)
+        value: Any = torch.tensor(_neutral(entry.arguments["reduce_fx"]), dtype=entry.dtype, device=module.device)
     else:
         value = module.get_submodule(entry.arguments["metric_attribute"])
     results.log(entry.step, value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **entry.arguments)
 
 
-def _nothing(reduce_fx: Callable[..., Any]) -> float:
+def _neutral(reduce_fx: Callable[..., Any]) -> float:
     return {"max": float("-inf"), "min": float("inf")}.get(reduce_fx.__name__, 0.0)
 
 
@@ -153,20 +152,23 @@ def mask_logs(results: Any, masked: Callable[[], bool]) -> None:
 
     def update_or_not(key: str, value: Any, batch_size: int) -> None:
         if masked() and isinstance(value, Tensor):
-            value, batch_size = torch.full_like(value, _nothing(results[key].meta.reduce_fx)), 0
+            value, batch_size = torch.full_like(value, _neutral(results[key].meta.reduce_fx)), 0
         update(key, value, batch_size)
 
     results.update_metrics = update_or_not
 
 
 @contextmanager
-def without_traces(trainer: pl.Trainer) -> Iterator[None]:
-    """Run a step whose effect on buffers, metrics and logs is undone."""
+def undoing_effects(trainer: pl.Trainer) -> Iterator[None]:
+    """Undo, once the block has ended, what it did to buffers, metrics and logs."""
     module = trainer.lightning_module
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     restores = [_compat.snapshot_metric(metric) for _, metric in _metrics(module)]
     results = _compat.logged_results(trainer)
-    logged = {key: _LoggedState(result) for key, result in results.items()}
+    logged = {
+        key: {name: vars(result)[name] for name in _STATE_OF_LOGGED if name in vars(result)}
+        for key, result in results.items()
+    }
     try:
         yield
     finally:
@@ -177,19 +179,9 @@ def without_traces(trainer: pl.Trainer) -> Iterator[None]:
             restore()
         for key, result in list(results.items()):
             if key in logged:
-                logged[key].restore(result)
+                vars(result).update(logged[key])
             else:
                 del results[key]
-
-
-class _LoggedState:
-    _NAMES = ("value", "cumulated_batch_size", "_computed", "has_reset", "_update_count", "_forward_cache")
-
-    def __init__(self, result: Any) -> None:
-        self._values = {name: vars(result)[name] for name in self._NAMES if name in vars(result)}
-
-    def restore(self, result: Any) -> None:
-        vars(result).update(self._values)
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

@@ -1,10 +1,10 @@
 """One fit, validation or test with uneven inputs: what a step means on this rank, and how it is run.
 
-    process_dataloader -> wrap          a loader that goes on until all ranks are out
+    process_dataloader -> wrap          a loader that goes on until all ranks have run out
     batch_to_device    -> begin_batch   the step that belongs to the batch now at hand
     *_step             -> run_step      the user's step, nothing, or a replay; then logs are mirrored
     backward           -> factor, joined
-    collectives        -> place         whose collective this is
+    collectives        -> place         where a collective is called from, and so which ranks take part
 
 Training and evaluation have a queue each, since validations run in the middle of an epoch whose loader has read ahead.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,32 +24,44 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.lightning.uneven.collectives import BATCH_HOOKS, describe
-from lightning_ddp_hooks.lightning.uneven.logs import StepRecord, mask_logs, record_step, take_over, without_traces
-from lightning_ddp_hooks.join.agreement import StepAgreement
-from lightning_ddp_hooks.join.batches import emptied
-from lightning_ddp_hooks.join.groups import ActiveGroups
+from lightning_ddp_hooks.join.agreement import DIVISORS, Divisor, Step, StepAgreement, active_text
+from lightning_ddp_hooks.join.data import emptied, remove_padding
 from lightning_ddp_hooks.join.loader import Announcement, JoinLoader, LoaderContext, StatefulJoinLoader
-from lightning_ddp_hooks.join.samplers import remove_padding
-from lightning_ddp_hooks.join.steps import Step
+from lightning_ddp_hooks.lightning.uneven.collectives import BATCH_HOOKS, ActiveGroups
+from lightning_ddp_hooks.lightning.uneven.logs import apply_record, mask_logs, record_step, undoing_effects
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_ddp_hooks.lightning.callbacks.uneven_inputs import UnevenInputs
-
 Place = Literal["step", "batch hook", "elsewhere"]
+Policy = Literal["join", "stop", "error"]
+POLICIES: tuple[Policy, ...] = ("join", "stop", "error")
+
+
+@dataclass(frozen=True)
+class UnevenSettings:
+    """What the user declares; see `lightning_ddp_hooks.callbacks.UnevenInputs`."""
+
+    policy: Policy
+    divisor: Divisor
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"Expected `policy` to be one of {POLICIES}, got {self.policy!r}.")
+        if self.divisor not in DIVISORS:
+            raise ValueError(f"Expected `divisor` to be one of {DIVISORS}, got {self.divisor!r}.")
 
 
 class UnevenRun:
-    """The state of a run with uneven inputs; made and closed on all ranks alike.
+    """The state of a run with uneven inputs; made and closed on all ranks alike, at setup and teardown.
 
-    Args:
+    Attributes:
         settings: what the user declared.
-        trainer: the Trainer, at setup.
+        failed: whether the run has failed, so that no collective is possible.
+        broken: whether it is also unknown what the groups still wait for.
     """
 
-    def __init__(self, settings: UnevenInputs, trainer: pl.Trainer) -> None:
+    def __init__(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
         self.settings = settings
         self.failed = self.broken = False
         self._trainer = trainer
@@ -88,20 +101,18 @@ class UnevenRun:
         """Wrap a loader that Lightning has prepared; collective.
 
         Raises:
-            ValueError: several training loaders, or a step that takes ``dataloader_iter``.
+            ValueError: a step takes ``dataloader_iter``.
         """
-        trainer = self._trainer
+        trainer, settings, training = self._trainer, self.settings, self._training
         if trainer.predicting:
             return loader
-        self._refuse_iterator_steps()
-        training, settings = self._training, self.settings
-        limit = (
-            trainer.limit_train_batches
-            if training
-            else trainer.limit_test_batches
-            if trainer.testing
-            else trainer.limit_val_batches
-        )
+        if training:
+            name, limit = "training_step", trainer.limit_train_batches
+        elif trainer.testing:
+            name, limit = "test_step", trainer.limit_test_batches
+        else:
+            name, limit = "validation_step", trainer.limit_val_batches
+        _refuse_iterator_step(trainer.lightning_module, name)
         self._queues[training].clear()
         context = LoaderContext(
             agreement=self._agreement,
@@ -119,16 +130,32 @@ class UnevenRun:
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return (StatefulJoinLoader if stateful else JoinLoader)(loader, context)
 
-    def _refuse_iterator_steps(self) -> None:
-        module = self._trainer.lightning_module
-        name = "training_step" if self._training else "test_step" if self._trainer.testing else "validation_step"
-        if is_overridden(name, module) and is_param_in_hook_signature(
-            getattr(module, name), "dataloader_iter", explicit=True
-        ):
-            raise ValueError(
-                f"UnevenInputs does not support `{name}(self, dataloader_iter)`: the step itself would decide how many "
-                "batches it takes. Take a batch instead."
-            )
+    def begin_batch(self) -> Step | None:
+        """Turn to the step of the next batch; once for each batch that the loop uses, before any hook sees it.
+
+        Raises:
+            RuntimeError: some rank has run out, and the policy is ``"error"``.
+            ValueError: several dataloaders are used at once.
+        """
+        training = self._training
+        queue = self._queues[training]
+        step = None
+        while queue and not queue[0].current():  # of an epoch that was left before its end
+            queue.popleft()
+        if queue:
+            announced = queue.popleft()
+            step, self._loader = announced.step, announced.loader
+            self._refuse_combined_loaders()
+            self._loader.used()
+        self._now[training] = step
+        if step is None or not step.tail:
+            return step
+        if training and self.settings.policy == "error":
+            raise RuntimeError(self._exhausted_text(step))
+        self._groups.prepare(step.ranks)
+        if step.joined:
+            mask_logs(_compat.logged_results(self._trainer), lambda: self.joined and self.place() == "batch hook")
+        return step
 
     def _refuse_combined_loaders(self) -> None:
         combined = _compat.combined_loader_in_use(self._trainer)
@@ -145,45 +172,16 @@ class UnevenRun:
                 f"with mode={_compat.combined_mode(combined)!r}."
             )
 
-    def begin_batch(self) -> Step | None:
-        """Turn to the step of the next batch; once for each batch that the loop uses, before any hook sees it.
-
-        Raises:
-            RuntimeError: some rank has run out, and the policy is ``"error"``.
-        """
-        training = self._training
-        queue = self._queues[training]
-        step = None
-        while queue and not queue[0].current():  # of an epoch that was left before its end
-            queue.popleft()
-        if queue:
-            announced = queue.popleft()
-            step, self._loader = announced.step, announced.loader
-            self._refuse_combined_loaders()
-            if isinstance(self._loader, StatefulJoinLoader):
-                self._loader.used()
-        self._now[training] = step
-        if step is None or not step.tail:
-            return step
-        if training and self.settings.policy == "error":
-            raise RuntimeError(self._exhausted_text(step))
-        self._groups.prepare(step.ranks)
-        if step.joined:
-            mask_logs(_compat.logged_results(self._trainer), self._masks_logs)
-        return step
-
     def _exhausted_text(self, step: Step) -> str:
         trainer = self._trainer
         batches = trainer.fit_loop.batch_idx + 1  # that of this step has not begun
         who = f"Rank {step.rank} exhausted all inputs" if step.joined else "Some ranks exhausted all inputs"
         return (
             f"{who} after {batches} batches of epoch {trainer.current_epoch}, at step {trainer.global_step}: "
-            f'{describe(step)}. With `UnevenInputs(policy="error")` all ranks stop here. Use `policy="join"` to train '
-            'on with the ranks that have data, or `policy="stop"` to end each epoch with the shortest dataloader.'
+            f'{active_text(step.ranks)}. With `UnevenInputs(policy="error")` all ranks stop here. Use `policy="join"` '
+            'to train on with the ranks that have data, or `policy="stop"` to end each epoch with the shortest '
+            "dataloader."
         )
-
-    def _masks_logs(self) -> bool:
-        return self.joined and self.place() == "batch hook"
 
     def emptied_to_device(self, batch: Any, device: torch.device) -> Any:
         """Move a joined rank's batch, without the user's transfer hooks."""
@@ -212,43 +210,45 @@ class UnevenRun:
             if step.tail:
                 self._mirror(step, name, output)
             return output
-        replays = name == "training_step" and not self._trainer.lightning_module.automatic_optimization
-        if replays:
+        training = name == "training_step"
+        if training and not self._trainer.lightning_module.automatic_optimization:
             return self._replay(step, run, args, kwargs, to_device)
         device = self._trainer.strategy.root_device
-        output = move_data_to_device(self._mirror(step, name, None).output, device)
-        return _as_loss(output, device) if name == "training_step" else output
+        output = move_data_to_device(self._mirror(step, name), device)
+        has_loss = isinstance(output.get("loss") if isinstance(output, dict) else output, Tensor)
+        return output if has_loss or not training else torch.zeros((), device=device)
 
     def _replay(
         self, step: Step, run: Callable[..., Any], args: Any, kwargs: Any, to_device: Callable[[Any], Any]
     ) -> Any:
+        """Run a manual ``training_step`` on a joined rank, for the updates in it."""
         assert self._loader is not None
-        trainer = self._trainer
         batch = to_device(self._loader.latest)
         if args:
             args = (batch, *args[1:])
         else:
             kwargs = {**kwargs, next(iter(kwargs)): batch}
-        with without_traces(trainer), self._entered(step):
+        with undoing_effects(self._trainer), self._entered(step):
             output = run(*args, **kwargs)
-        self._mirror(step, "training_step", None)
+        self._mirror(step, "training_step")
         return emptied(output)
 
-    def _mirror(self, step: Step, name: str, output: Any) -> StepRecord:
+    def _mirror(self, step: Step, name: str, output: Any = None) -> Any:
+        """Give joined ranks what the lowest active rank logged and returned; return the latter. Collective."""
         speaks = step.rank == step.first
-        record: StepRecord = comm.broadcast_object(
+        record = comm.broadcast_object(
             record_step(self._trainer, name, output) if speaks else None, self._group, step.first
         )
         if record.problem is not None:
             raise RuntimeError(record.problem)
         if step.joined:
             with self._entered(step):  # logging may reduce, which here nobody else does
-                take_over(self._trainer, record)
-        return record
+                apply_record(self._trainer, record)
+        return record.output
 
     @contextmanager
     def _entered(self, step: Step) -> Iterator[None]:
-        """Be inside the user's step: modules that communicate use the group of the ranks that are in it."""
+        """Have modules that communicate in the user's step use the group of the ranks that are in it."""
         self._inside = step
         changed: list[tuple[Any, Any]] = []
         if step.tail:
@@ -264,7 +264,7 @@ class UnevenRun:
                 module.process_group = group
 
     def factor(self) -> float:
-        """Return by what to scale the loss, so that the mean over ranks becomes the wanted mean."""
+        """Return the factor on the loss that makes the mean over ranks the wanted mean."""
         step = self._now[True]
         if step is None or step.joined:
             return 1.0
@@ -285,28 +285,10 @@ class UnevenRun:
         return None if step is None or not step.tail else self.group_for(step, None)
 
     def group_for(self, step: Step, wanted: Any) -> Any:
-        """Return the group to use in a step in the tail where ``wanted`` was asked for.
-
-        Raises:
-            RuntimeError: ``wanted`` is not all ranks, and some of its ranks have run out.
-        """
-        if step.joined:
-            return self._groups.solo
-        if wanted is None or len(comm.global_ranks(wanted)) == len(step.active):
-            return self._groups[step.ranks]
-        if set(comm.global_ranks(wanted)) <= set(step.ranks):
-            return wanted
-        raise RuntimeError(
-            f"A process group with ranks {comm.global_ranks(wanted)} is used in a step in which {describe(step)}. Use "
-            "`self.trainer.strategy.active_group()`."
-        )
+        """Return the group to use in a step in the tail where ``wanted`` was asked for; see `ActiveGroups.for_step`."""
+        return self._groups.for_step(step, wanted)
 
     # ------------------------------------------------------------------ end
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has begun a collective that others may never join."""
-        return self._agreement.pending
 
     def close(self) -> None:
         """Free the groups; after an error those that can be, when other ranks may be stuck."""
@@ -320,8 +302,11 @@ class UnevenRun:
             self._groups.close(failed=True)
 
 
-def _as_loss(output: Any, device: torch.device) -> Any:
-    """Return a joined rank's output of ``training_step``, with zero for a loss if the active rank had none."""
-    if isinstance(output, Tensor) or (isinstance(output, dict) and isinstance(output.get("loss"), Tensor)):
-        return output
-    return torch.zeros((), device=device)
+def _refuse_iterator_step(module: pl.LightningModule, name: str) -> None:
+    if is_overridden(name, module) and is_param_in_hook_signature(
+        getattr(module, name), "dataloader_iter", explicit=True
+    ):
+        raise ValueError(
+            f"UnevenInputs does not support `{name}(self, dataloader_iter)`: the step itself would decide how many "
+            "batches it takes. Take a batch instead."
+        )
