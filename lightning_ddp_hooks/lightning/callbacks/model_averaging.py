@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -15,6 +14,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.found_inf import agree_on_found_inf
+from lightning_ddp_hooks.strategy import DDPHooksStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,10 +72,10 @@ class ModelAveraging(Callback):
         if sum(isinstance(callback, ModelAveraging) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("Expected one ModelAveraging callback, got several.")
         strategy = trainer.strategy
-        use_averager: Callable[..., None] | None = getattr(strategy, "use_averager", None)
-        if use_averager is not None:
+        if isinstance(strategy, DDPHooksStrategy):
             if self._handed_to is not strategy:  # it keeps the averager for further fits
-                use_averager(self.averager, average_before_eval=self._before_eval, save_replicas=self._save_replicas)
+                flags = {"average_before_eval": self._before_eval, "save_replicas": self._save_replicas}
+                strategy.use_averager(self.averager, **flags)
                 self._handed_to = strategy
             return
         if type(strategy) is not DDPStrategy:
@@ -96,20 +96,12 @@ class ModelAveraging(Callback):
                     "averaged one: use strategy='ddp_hooks', or save whole checkpoints."
                 )
 
-    def _on_plain_ddp(self, trainer: pl.Trainer) -> bool:
-        return type(trainer.strategy) is DDPStrategy
-
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._on_plain_ddp(trainer):
+        if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
-            self._averaging = Averaging(
-                self.averager,
-                pl_module,
-                lambda: trainer.strategy.optimizers,
-                before_eval=self._before_eval,
-                save_replicas=self._save_replicas,
-            )
+            flags = {"before_eval": self._before_eval, "save_replicas": self._save_replicas}
+            self._averaging = Averaging(self.averager, pl_module, lambda: trainer.strategy.optimizers, **flags)
 
     @override
     def on_load_checkpoint(
@@ -179,7 +171,7 @@ class ModelAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if not self._on_plain_ddp(trainer):
+        if type(trainer.strategy) is not DDPStrategy:
             return
         if self._failed:  # ranks may be anywhere: no collective is possible
             checkpoint[STATE_KEY] = None

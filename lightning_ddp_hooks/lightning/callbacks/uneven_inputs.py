@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_ddp_hooks.join.agreement import Divisor
 from lightning_ddp_hooks.lightning.uneven.run import Policy, UnevenSettings
+from lightning_ddp_hooks.strategy import DDPHooksStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -49,8 +50,8 @@ class UnevenInputs(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if sum(isinstance(callback, UnevenInputs) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("Expected one UnevenInputs callback, got several.")
-        strategy: Any = trainer.strategy
-        if hasattr(strategy, "use_uneven_inputs"):
+        strategy = trainer.strategy
+        if isinstance(strategy, DDPHooksStrategy):
             strategy.use_uneven_inputs(UnevenSettings(self.policy, self.divisor), trainer)
         elif trainer.world_size > 1:
             raise ValueError(f"UnevenInputs needs strategy='ddp_hooks', got {type(strategy).__name__}.")
