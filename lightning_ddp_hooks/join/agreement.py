@@ -26,15 +26,9 @@ _UNBOUNDED = 1 << 40
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks know of one step.
+    """What all ranks know of one step: who has a batch, and the number of samples in it (0 unless they are counted)."""
 
-    Attributes:
-        rank: this process's rank.
-        active: for each rank, whether it has a batch.
-        samples: for each rank, the number of samples in its batch; zeros unless they are counted.
-    """
-
-    rank: int
+    rank: int  # of this process
     active: tuple[bool, ...]
     samples: tuple[int, ...]
 
@@ -66,10 +60,8 @@ class Step:
     def loss_factor(self, divisor: Divisor) -> float:
         """Return the factor on an active rank's loss that makes the mean over all W ranks the wanted mean.
 
-        Args:
-            divisor: ``"active"``: the mean over the active ranks, factor W / A; ``"samples"``: the mean over all
-                samples of the step, factor W n_r / sum(n), for losses that are means over samples; ``"world"``: the sum
-                over the active ranks divided by W, factor 1.
+        That is W / A for ``"active"``, the mean over the active ranks; W n_r / sum(n) for ``"samples"``, the mean over
+        all samples of the step if losses are means over samples; 1 for ``"world"``, the sum divided by W.
         """
         world_size = len(self.active)
         if divisor == "active":
@@ -83,20 +75,6 @@ class Step:
 def active_text(ranks: tuple[int, ...]) -> str:
     """Name the active ranks in a message."""
     return f"only {ranks_text(ranks)} still {'has' if len(ranks) == 1 else 'have'} data"
-
-
-class Agreed(NamedTuple):
-    """What the ranks have agreed on.
-
-    Attributes:
-        step: the step.
-        needs_template: whether a rank that has never had a batch must be shown the structure of one.
-        certain_steps: the number of steps, from this one on, with the same active ranks.
-    """
-
-    step: Step
-    needs_template: bool
-    certain_steps: int
 
 
 class StepAgreement:
@@ -114,14 +92,7 @@ class StepAgreement:
         self._posted: PendingStep | None = None
 
     def post(self, has_batch: bool, samples: int, needs_template: bool, certain: int = 1) -> PendingStep:
-        """Tell the others about this rank's next step; a collective call.
-
-        Args:
-            has_batch: whether this rank has one for the step.
-            samples: in that batch; 0 if they are not counted.
-            needs_template: whether this rank has never had a batch.
-            certain: the number of batches this rank surely has, that of the step included.
-        """
+        """Tell the others about this rank's next step, and how many batches it ``certain``-ly has; collective."""
         row = (int(has_batch), samples, int(needs_template), certain if has_batch else _UNBOUNDED)
         numbers = [0] * (_COLUMNS * self._world_size)
         numbers[_COLUMNS * self._rank : _COLUMNS * (self._rank + 1)] = row
@@ -143,11 +114,15 @@ class PendingStep(NamedTuple):
     rows: torch.Tensor
     work: comm.Work
 
-    def wait(self) -> Agreed:
-        """Wait for all ranks and return what was agreed on."""
+    def wait(self) -> tuple[Step, bool, int]:
+        """Wait for all ranks.
+
+        Returns:
+            The step; whether a rank that has never had a batch must be shown the structure of one; and the number of
+            steps, from this one on, with the same active ranks.
+        """
         self.work.wait()
         numbers = self.rows.tolist()
         has_batch, samples, needs, certain = (numbers[column::_COLUMNS] for column in range(_COLUMNS))
-        step = Step(self.rank, tuple(map(bool, has_batch)), tuple(samples))
         needs_template = any(lacks and not has for lacks, has in zip(needs, has_batch, strict=True))
-        return Agreed(step, needs_template, min(certain))
+        return Step(self.rank, tuple(map(bool, has_batch)), tuple(samples)), needs_template, min(certain)

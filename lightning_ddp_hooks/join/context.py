@@ -26,12 +26,7 @@ from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 
 @dataclass(frozen=True)
 class Event:
-    """One announcement.
-
-    Attributes:
-        active: the ranks that announced it, in ascending order.
-        kind: what the joinable said about it.
-    """
+    """One announcement: the ranks that made it, in ascending order, and what the joinable said about it."""
 
     active: tuple[int, ...]
     kind: int
@@ -128,8 +123,6 @@ class Join:
         self._group: comm.ProcessGroup | None = None
         self._posted: list[comm.Work] = []
 
-    # ------------------------------------------------------------------ active ranks
-
     @staticmethod
     def notify_join_context(joinable: Joinable) -> None:
         """Announce a collective of ``joinable``; nothing happens outside a context. See `Join.notify`."""
@@ -151,16 +144,15 @@ class Join:
             RuntimeError: some rank has run out of data, with ``throw_on_early_termination``.
         """
         join = joinable._join
-        return None if join is None else join._announce(join._joinables.index(joinable), kind, wait)
-
-    def _announce(self, index: int, kind: int, wait: bool) -> Event | None:
-        message, work = self._exchange(active=True, index=index, kind=kind)
-        if not (wait or self._throw):
-            self._posted = [*(sent for sent in self._posted if not sent.is_completed()), work]
+        if join is None:
+            return None
+        message, work = join._exchange(active=True, index=join._joinables.index(joinable), kind=kind)
+        if not (wait or join._throw):
+            join._posted = [*(sent for sent in join._posted if not sent.is_completed()), work]
             return None
         work.wait()
         event, _ = _read(message)
-        if self._throw and len(event.active) < len(message) - 2:
+        if join._throw and len(event.active) < len(message) - 2:
             raise RuntimeError(
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks: " + _throw_text(event)
             )
@@ -173,8 +165,6 @@ class Join:
             message[comm.rank(self._group)] = 1
             message[-2], message[-1] = index, kind
         return message, comm.all_reduce(message, self._group)
-
-    # ------------------------------------------------------------------ joined ranks
 
     def __enter__(self) -> Join:
         if self._enable:
@@ -236,13 +226,7 @@ FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
 
 
 class DataParallelJoinHook(JoinHook):
-    """Shadows the collectives of a data-parallel module, then takes over the final model.
-
-    Args:
-        module: the module inside.
-        reducer: its reducer.
-        divide_by_initial_world_size: whether gradients are divided by the number of all ranks, joined ones too.
-    """
+    """Shadows the collectives of a data-parallel module, then takes over the final model."""
 
     def __init__(self, module: torch.nn.Module, reducer: Reducer, *, divide_by_initial_world_size: bool) -> None:
         self._module = module

@@ -24,52 +24,31 @@ _READ_AHEAD = 4
 
 @dataclass(frozen=True)
 class Announcement:
-    """Says which step a batch belongs to, before the batch is yielded.
-
-    Attributes:
-        loader: the loader of the batch.
-        step: the step.
-        current: tells whether the loader is still in the same iteration over its batches.
-    """
+    """Says which step a batch belongs to, before the batch is yielded."""
 
     loader: JoinLoader
     step: Step
-    current: Callable[[], bool]
+    current: Callable[[], bool]  # whether the loader is still in the same iteration over its batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderContext:
-    """What a `JoinLoader` needs of the run that it is part of.
+    """What a `JoinLoader` needs of the run that it is part of."""
 
-    Attributes:
-        agreement: agrees on steps; all loaders of a run share it, since they are used one after the other.
-        group: a CPU group for rare exchanges: lengths, templates, positions.
-        announce: told of each batch, before it is yielded.
-        samples: returns the number of samples of a batch; None if they are not counted.
-        stop_at_shortest: end with the first rank that runs out, instead of with the last.
-        keep_batches: returns whether joined ranks need a real batch (to replay it) and not only its structure.
-        limit: the greatest number of batches that the loop will take; nothing is read beyond.
-        failed: returns whether the run has failed, so that no collective is possible.
-    """
-
-    agreement: StepAgreement
-    group: comm.ProcessGroup
+    agreement: StepAgreement  # shared by all loaders of the run, since they are used one after the other
+    group: comm.ProcessGroup  # on the CPU, for rare exchanges: lengths, templates, positions
     announce: Callable[[Announcement], None]
-    samples: Callable[[Any], int] | None = None
-    stop_at_shortest: bool = False
-    keep_batches: Callable[[], bool] = lambda: False
-    limit: int | None = None
-    failed: Callable[[], bool] = lambda: False
+    samples: Callable[[Any], int] | None = None  # counts the samples of a batch
+    stop_at_shortest: bool = False  # end with the first rank that runs out, instead of with the last
+    keep_batches: Callable[[], bool] = lambda: False  # whether joined ranks replay a real batch
+    limit: int | None = None  # the loop takes no more batches than that; nothing is read beyond
+    failed: Callable[[], bool] = lambda: False  # whether the run has failed, so that no collective is possible
 
 
 class JoinLoader:
-    """Wraps a loader; yields its batches, and emptied ones from when it has run out until every rank has run out.
+    """Yields the batches of a loader, and emptied ones from when it has run out until every rank has run out.
 
-    Any other attribute (sampler, dataset, batch size, ...) is the inner loader's.
-
-    Args:
-        loader: any iterable, with or without length.
-        context: the run.
+    The inner loader may be any iterable, with or without length; attributes that are not listed here are its own.
 
     Attributes:
         context: the run.
@@ -139,15 +118,6 @@ class JoinLoader:
         if self.needs_template:
             self.latest, self.needs_template = received, False
 
-    def before_fetch(self) -> None:
-        """Take note that a batch is about to be read from the inner loader."""
-
-    def ran_out(self) -> None:
-        """Take note that this rank has no further batch in this epoch."""
-
-    def used(self) -> None:
-        """Take note that the oldest batch handed out is being used."""
-
 
 class StatefulJoinLoader(JoinLoader):
     """A `JoinLoader` over a loader that can resume: ranks stand at different positions, and all of them are saved.
@@ -168,19 +138,21 @@ class StatefulJoinLoader(JoinLoader):
     def __iter__(self) -> Iterator[Any]:
         self._exhausted, self._resumes_exhausted = self._resumes_exhausted, False
         self._unread.clear()
-        return self._iterate(iter(() if self._exhausted else self._inner), read_ahead=False)
+        return self._iterate(self._record_positions(iter(() if self._exhausted else self._inner)), read_ahead=False)
 
-    def before_fetch(self) -> None:
-        """Keep the position where the loop may read ahead."""
-        if self.length is None:
-            self._unread.append((self._inner.state_dict(), self._exhausted))
-
-    def ran_out(self) -> None:
-        """Keep that for the state."""
-        self._exhausted = True
+    def _record_positions(self, inner: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            if self.length is None:
+                self._unread.append((self._inner.state_dict(), self._exhausted))
+            try:
+                batch = next(inner)
+            except StopIteration:
+                self._exhausted = True
+                return
+            yield batch
 
     def used(self) -> None:
-        """Drop the position before that batch."""
+        """Take note that the oldest batch handed out is being used."""
         if self._unread:
             self._unread.pop(0)
 
@@ -197,9 +169,6 @@ class StatefulJoinLoader(JoinLoader):
 
         A rank that had run out yields nothing in the rest of that epoch, and begins the next one afresh; if all had,
         all begin afresh.
-
-        Raises:
-            ValueError: the state was saved by another number of ranks, or after a failure.
         """
         ranks = state.get("ranks")
         if not isinstance(ranks, list) or state.get("missing"):
@@ -301,10 +270,8 @@ class _Batches(Iterator[Any]):
     def _fetch(self) -> None:
         if self._exhausted:
             return
-        self._owner.before_fetch()
         try:
             self._at_hand.append(next(self._inner))
             self._fetched += 1
         except StopIteration:
             self._exhausted = True
-            self._owner.ran_out()

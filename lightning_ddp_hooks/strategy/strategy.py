@@ -207,6 +207,7 @@ class DDPHooksStrategy(HealthStrategy):
         self._step = 0
         self._loss_scale = 1.0
         self._passes_in_backward = 0
+        self._accumulating = False
         self._missing_loss: Tensor | None = None
         self._sent: SentOnce | None = None
 
@@ -506,8 +507,10 @@ class DDPHooksStrategy(HealthStrategy):
         module = self.lightning_module
         assert module is not None
         reducer, tail = self.reducer, None if self._uneven is None else self._uneven.tail
-        if tail is not None:  # also where replicas train for themselves: one without data follows those that have some
-            reducer.sync = True
+        if tail is not None and not self._accumulating:
+            reducer.sync = (
+                True  # also where replicas train for themselves: one without data follows those that have some
+            )
         reducer.before_forward()
         self._watch_gradients()
         if self._weights is not None:
@@ -597,9 +600,13 @@ class DDPHooksStrategy(HealthStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         if self._reducer is None:
             yield
-        else:
+            return
+        self._accumulating = True
+        try:
             with self._reducer.no_sync():
                 yield
+        finally:
+            self._accumulating = False
 
     # ------------------------------------------------------------------ names
 

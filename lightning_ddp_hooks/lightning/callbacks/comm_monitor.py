@@ -1,21 +1,20 @@
 """Shows what communication costs a run: metrics for the logger, and a report and a trace at its end.
 
-    Trainer hooks --> CommMonitor --> Recorder <-- Reducer (as its observer)     monitor/recorder.py
-                          |              `--> comm (counts what is sent)
-                          |--> metrics --> logger, progress bar                  monitor/metrics.py
-                          `--> RunRecord --> report.html, trace.json             monitor/report.py, trace.py
+    Trainer hooks --> CommMonitor --> Recorder <-- Reducer (as its observer), comm (counts bytes)
+                          |--> metrics --> logger, progress bar
+                          `--> RunRecord --> report.html, trace.json
 
-What is measured and how is in monitor/; here it is tied to the Trainer's hooks.
+The parts are in monitor/; here they are tied to the Trainer's hooks.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -33,8 +32,6 @@ from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from lightning_ddp_hooks.reducer.reducer import Reducer
 
 _IN_PROGRESS_BAR = ("comm/exposed_ms", "comm/overlap")
@@ -87,11 +84,9 @@ class CommMonitor(Callback):
         ):
             if not isinstance(flag, bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
-        for name, number in (
-            ("log_every_n_steps", 1 if log_every_n_steps is None else log_every_n_steps),
-            ("error_every_n_steps", error_every_n_steps),
-            ("keep_steps", keep_steps),
-        ):
+        every = 1 if log_every_n_steps is None else log_every_n_steps
+        numbers = {"log_every_n_steps": every, "error_every_n_steps": error_every_n_steps, "keep_steps": keep_steps}
+        for name, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, int):
                 raise TypeError(f"Expected a whole number for `{name}`, got {number!r}.")
             if number < 1:
@@ -112,10 +107,8 @@ class CommMonitor(Callback):
         self._steps_seen = 0
         self._local_bytes = 0
 
-    # ------------------------------------------------------------------ begin
-
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         if sum(isinstance(callback, CommMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -124,7 +117,7 @@ class CommMonitor(Callback):
             raise ValueError(f"CommMonitor needs strategy='ddp_hooks', got {type(trainer.strategy).__name__}.")
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, DDPHooksStrategy)
         reducer = strategy.reducer
@@ -162,12 +155,8 @@ class CommMonitor(Callback):
         comm.count_bytes(counter)
         self._reducer, reducer.observer = reducer, self._recorder
 
-    # ------------------------------------------------------------------ each step
-
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         recorder = self._recorder
         if recorder is None or recorder.in_step:  # the next micro-batch of an accumulation window
             return
@@ -177,37 +166,33 @@ class CommMonitor(Callback):
         recorder.begin_step(_compat.logging_step(trainer))
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._recorder is not None:
             self._recorder.backward_begins()
 
     @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recorder is not None:
             self._recorder.backward_ended()
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recorder is not None:  # in the middle of an accumulation window
             self._recorder.spoil_step()
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._recorder is None:
+        window_open = pl_module.automatic_optimization and trainer.global_step == self._steps_seen
+        if self._recorder is None or self.record is None or window_open:
             return
-        if pl_module.automatic_optimization and trainer.global_step == self._steps_seen:
-            return  # the window goes on
         self._steps_seen = trainer.global_step
-        assert self.record is not None
         steps = self._recorder.end_step(self._local_bytes)
         self.record.add(steps)
         step = _compat.logging_step(trainer)
         every = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not every:  # the Trainer's 0 means never
-            return
-        self._unlogged += steps
+        self._unlogged += steps if every else []  # the Trainer's 0 means never
         if not self._unlogged or (step + 1) % every:
             return
         values = step_metrics(self._unlogged, self.record.world_size, per_bucket=self.per_bucket)
@@ -217,10 +202,8 @@ class CommMonitor(Callback):
         for name in _IN_PROGRESS_BAR if self.prog_bar else ():
             pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
-    # ------------------------------------------------------------------ end
-
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         recorder, record, reducer = self._recorder, self.record, self._reducer
         if recorder is None or record is None or reducer is None:
             return
@@ -235,19 +218,18 @@ class CommMonitor(Callback):
         self._write(record, recorder)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         recorder, record = self._recorder, self.record
         if recorder is None or record is None:
             return
         self._detach()
         record.add(recorder.settle(wait=False))
-        record.note = (
-            f"The run ended with {type(exception).__name__}: this is what rank {record.rank} had recorded by then."
-        )
+        error = type(exception).__name__
+        record.note = f"The run ended with {error}: this is what rank {record.rank} had recorded by then."
         self._write(record, recorder)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._detach()
 
     def _detach(self) -> None:
@@ -266,19 +248,10 @@ class CommMonitor(Callback):
         report = self._directory / "report.html"
         report.write_text(build_report(record), encoding="utf-8")
         trace = build_trace(list(record.steps), rank=record.rank, metadata=record.facts)
-        (self._directory / "trace.json").write_text(json.dumps(_finite(trace), allow_nan=False), encoding="utf-8")
+        (self._directory / "trace.json").write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
         rank_zero_info(f"CommMonitor: {report}")
 
 
 def _device_name(device: torch.device) -> str:
     name = getattr(torch.get_device_module(device), "get_device_name", None)  # not every accelerator has one
     return device.type if name is None else str(name(device))
-
-
-def _finite(value: Any) -> Any:
-    """Write null for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
@@ -15,10 +17,6 @@ from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.found_inf import agree_on_found_inf
 from lightning_ddp_hooks.strategy import DDPHooksStrategy
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-    from torch.optim import Optimizer
 
 
 class ModelAveraging(Callback):
@@ -62,10 +60,8 @@ class ModelAveraging(Callback):
         self._handed_to: object | None = None
         self._failed = False
 
-    # ------------------------------------------------------------------ begin
-
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._averaging, self._final, self._failed = None, None, False
@@ -97,33 +93,29 @@ class ModelAveraging(Callback):
                 )
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
             flags = {"before_eval": self._before_eval, "save_replicas": self._save_replicas}
             self._averaging = Averaging(self.averager, pl_module, lambda: trainer.strategy.optimizers, **flags)
 
     @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Optimizers and groups do not exist yet.
         self._loaded = checkpoint.get(STATE_KEY)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._averaging is not None:
             if self._loaded is not None:
                 self._averaging.load_state_dict(self._loaded)
+            else:  # a checkpoint of a run without an averager: its steps count too
+                self._averaging.bound.step = trainer.global_step
             self._steps_seen = trainer.global_step
         self._loaded = None
 
-    # ------------------------------------------------------------------ each step
-
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._averaging is not None:
             assert isinstance(trainer.strategy.model, DistributedDataParallel)
             trainer.strategy.model.require_backward_grad_sync = self._averaging.syncs_gradients()
@@ -131,9 +123,7 @@ class ModelAveraging(Callback):
                 trainer.strategy.model.require_forward_param_sync = False
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if self._averaging is None or scaler is None or self._averaging.syncs_gradients():
             return
@@ -146,31 +136,25 @@ class ModelAveraging(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # The global step counts each window of accumulation once, also if a GradScaler skipped its step.
         if self._averaging is not None and trainer.global_step > self._steps_seen:
             self._steps_seen = trainer.global_step
             self._averaging.after_step()
 
-    # ------------------------------------------------------------------ validation
-
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._averaging is not None and trainer.state.fn == "fit":
             self._averaging.before_eval()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._averaging is not None and trainer.state.fn == "fit":
             self._averaging.after_eval()
 
-    # ------------------------------------------------------------------ checkpoints and end
-
     @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if type(trainer.strategy) is not DDPStrategy:
             return
         if self._failed:  # ranks may be anywhere: no collective is possible
@@ -184,13 +168,13 @@ class ModelAveraging(Callback):
             checkpoint[STATE_KEY] = self._final
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._averaging is not None:
             self._averaging.finish()
             self._final = self._averaging.state_dict(with_replicas=False)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True
         # Nobody calls `teardown` now. After an error of the connection what groups wait for is not known.
         averaging, self._averaging = self._averaging, None
@@ -198,7 +182,7 @@ class ModelAveraging(Callback):
             averaging.close(failed=True)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._averaging is not None:
             self._averaging.close()
         self._averaging = None

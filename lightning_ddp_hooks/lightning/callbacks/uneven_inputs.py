@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_ddp_hooks.join.agreement import Divisor
 from lightning_ddp_hooks.lightning.uneven.run import Policy, UnevenSettings
 from lightning_ddp_hooks.strategy import DDPHooksStrategy
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class UnevenInputs(Callback):
@@ -47,7 +43,7 @@ class UnevenInputs(Callback):
         self.divisor: Divisor = divisor
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if sum(isinstance(callback, UnevenInputs) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("Expected one UnevenInputs callback, got several.")
         strategy = trainer.strategy

@@ -34,40 +34,24 @@ _STATE_OF_LOGGED = ("value", "cumulated_batch_size", "_computed", "has_reset", "
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One logged entry as the lowest active rank has it; picklable.
+    """One logged entry as the lowest active rank has it; picklable."""
 
-    Attributes:
-        key: Lightning's key of the entry.
-        step: name of the step function that logged it.
-        arguments: arguments of `LightningModule.log`.
-        dataloader_idx: index of the validation loader.
-        dtype: dtype of the value; None for a metric.
-        step_value: the value logged in this step, if it is shown for each step.
-    """
-
-    key: str
-    step: str
-    arguments: dict[str, Any]
+    key: str  # Lightning's
+    step: str  # name of the step function that logged it
+    arguments: dict[str, Any]  # of `LightningModule.log`
     dataloader_idx: int | None
-    dtype: torch.dtype | None
-    step_value: Tensor | None
+    dtype: torch.dtype | None  # None for a metric
+    step_value: Tensor | None  # the value logged in this step, if it is shown for each step
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What the lowest active rank sends to joined ones about a step.
+    """What the lowest active rank sends to joined ones about a step."""
 
-    Attributes:
-        output: the step's output, without samples.
-        entries: the logged entries.
-        list_states: metrics' states that are lists, by module and name: an empty tensor of the right kind for each.
-        problem: the message with which all ranks raise.
-    """
-
-    output: Any
+    output: Any  # without samples
     entries: list[LogEntry]
-    list_states: dict[str, dict[str, Tensor]]
-    problem: str | None = None
+    list_states: dict[str, dict[str, Tensor]]  # of metrics: by module and name an empty tensor of the right kind
+    problem: str | None = None  # the message with which all ranks raise
 
 
 def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
@@ -124,20 +108,16 @@ def apply_record(trainer: pl.Trainer, record: StepRecord) -> None:
     for entry in record.entries:
         if entry.key not in results or results[entry.key].has_reset:
             results.dataloader_idx = entry.dataloader_idx
-            _log_neutral(trainer, results, entry)
+            if entry.dtype is None:
+                value: Any = module.get_submodule(entry.arguments["metric_attribute"])
+            else:
+                value = torch.tensor(_neutral(entry.arguments["reduce_fx"]), dtype=entry.dtype, device=module.device)
+            reduce = trainer.strategy.reduce
+            results.log(entry.step, value=value, batch_size=0, sync_dist_fn=reduce, **entry.arguments)
         if entry.arguments["on_step"]:
             value = None if entry.step_value is None else entry.step_value.to(module.device)
             _compat.set_logged_forward_cache(results[entry.key], value)
     results.dataloader_idx = before
-
-
-def _log_neutral(trainer: pl.Trainer, results: Any, entry: LogEntry) -> None:
-    module = trainer.lightning_module
-    if entry.dtype is not None:
-        value: Any = torch.tensor(_neutral(entry.arguments["reduce_fx"]), dtype=entry.dtype, device=module.device)
-    else:
-        value = module.get_submodule(entry.arguments["metric_attribute"])
-    results.log(entry.step, value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **entry.arguments)
 
 
 def _neutral(reduce_fx: Callable[..., Any]) -> float:

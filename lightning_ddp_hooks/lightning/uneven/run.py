@@ -95,8 +95,6 @@ class UnevenRun:
         step = self.step
         return step if step is not None and step.tail else None
 
-    # ------------------------------------------------------------------ data
-
     def wrap(self, loader: Any) -> Any:
         """Wrap a loader that Lightning has prepared; collective.
 
@@ -146,7 +144,8 @@ class UnevenRun:
             announced = queue.popleft()
             step, self._loader = announced.step, announced.loader
             self._refuse_combined_loaders()
-            self._loader.used()
+            if isinstance(self._loader, StatefulJoinLoader):
+                self._loader.used()
         self._now[training] = step
         if step is None or not step.tail:
             return step
@@ -187,20 +186,10 @@ class UnevenRun:
         """Move a joined rank's batch, without the user's transfer hooks."""
         return move_data_to_device(batch, device)
 
-    # ------------------------------------------------------------------ steps
-
     def run_step(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, to_device: Callable[[Any], Any]
     ) -> Any:
-        """Run the user's step as this rank has to in this step.
-
-        Args:
-            name: of the step function.
-            run: calls it.
-            args: for it.
-            kwargs: for it.
-            to_device: moves a batch as if the loop had read it.
-        """
+        """Run the user's step as this rank has to now; ``to_device`` moves a batch as if the loop had read it."""
         step = self.step
         if step is None:
             return run(*args, **kwargs)
@@ -270,8 +259,6 @@ class UnevenRun:
             return 1.0
         return step.loss_factor(self.settings.divisor)
 
-    # ------------------------------------------------------------------ collectives
-
     def place(self) -> Place:
         """Tell from where a collective or a log is called."""
         if self._inside is not None:
@@ -287,8 +274,6 @@ class UnevenRun:
     def group_for(self, step: Step, wanted: Any) -> Any:
         """Return the group to use in a step in the tail where ``wanted`` was asked for; see `ActiveGroups.for_step`."""
         return self._groups.for_step(step, wanted)
-
-    # ------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Free the groups; after an error those that can be, when other ranks may be stuck."""
