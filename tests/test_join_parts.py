@@ -59,7 +59,6 @@ def test_even_steps_leave_the_loss_as_it_is() -> None:
     step = Step(1, (True, True), (4, 4))
     assert [step.loss_factor(divisor) for divisor in DIVISORS] == [1.0, 1.0, 1.0]
     assert not step.tail
-    assert Step(0, (False, False), (0, 0)).over
 
 
 @pytest.mark.parametrize(("samples", "world_size"), [(17, 3), (2, 3), (12, 4), (1, 5)])

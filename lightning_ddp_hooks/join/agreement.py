@@ -9,6 +9,7 @@ is exchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -20,7 +21,6 @@ from lightning_ddp_hooks.reducer.agreement import ranks_text
 
 Divisor = Literal["active", "samples", "world"]
 DIVISORS: tuple[Divisor, ...] = ("active", "samples", "world")
-_COLUMNS = 4
 _UNBOUNDED = 1 << 40
 
 
@@ -41,11 +41,6 @@ class Step:
     def tail(self) -> bool:
         """Whether some rank has no batch."""
         return not all(self.active)
-
-    @property
-    def over(self) -> bool:
-        """Whether no rank has a batch: the epoch ended before this step."""
-        return not any(self.active)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -77,52 +72,57 @@ def active_text(ranks: tuple[int, ...]) -> str:
     return f"only {ranks_text(ranks)} still {'has' if len(ranks) == 1 else 'have'} data"
 
 
+class PendingRows(NamedTuple):
+    """A row of numbers from each rank, while they are exchanged."""
+
+    table: torch.Tensor
+    work: comm.Work
+
+    def wait(self) -> list[list[int]]:
+        """Wait for all ranks and return their rows."""
+        self.work.wait()
+        rows: list[list[int]] = self.table.tolist()
+        return rows
+
+
+def post_row(row: Sequence[int], group: comm.ProcessGroup) -> PendingRows:
+    """Send a row of numbers to all ranks: each fills its own row of a zero matrix, which is summed; collective."""
+    table = torch.zeros(comm.world_size(group), len(row), dtype=torch.int64)
+    table[comm.rank(group)] = torch.tensor(row)
+    return PendingRows(table, comm.start_sum(table, group))
+
+
 class StepAgreement:
     """Agrees on steps over a CPU group that nothing else uses.
 
-    Each rank fills its row of a zero matrix with (has a batch, samples in it, needs a template, batches it certainly
-    has); the sum over the ranks gives all rows to all. It is posted when the next batch has been fetched and awaited
-    when that batch is due, so that its latency is hidden.
+    A row is posted when the next batch has been fetched, and the others' awaited when that batch is due, so that the
+    latency is hidden.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
         self.group = group
         self.count = 0
-        self._rank, self._world_size = comm.rank(group), comm.world_size(group)
-        self._posted: PendingStep | None = None
+        self._posted: PendingRows | None = None
 
-    def post(self, has_batch: bool, samples: int, needs_template: bool, certain: int = 1) -> PendingStep:
+    def post(self, has_batch: bool, samples: int, needs_template: bool, certain: int = 1) -> PendingRows:
         """Tell the others about this rank's next step, and how many batches it ``certain``-ly has; collective."""
-        row = (int(has_batch), samples, int(needs_template), certain if has_batch else _UNBOUNDED)
-        numbers = [0] * (_COLUMNS * self._world_size)
-        numbers[_COLUMNS * self._rank : _COLUMNS * (self._rank + 1)] = row
-        rows = torch.tensor(numbers, dtype=torch.int64)
         self.count += 1
-        self._posted = PendingStep(self._rank, rows, comm.start_sum(rows, self.group))
+        row = (has_batch, samples, needs_template, certain if has_batch else _UNBOUNDED)
+        self._posted = post_row(row, self.group)
         return self._posted
 
-    @property
-    def pending(self) -> bool:
-        """Whether other ranks have yet to post."""
-        return self._posted is not None and not self._posted.work.is_completed()
-
-
-class PendingStep(NamedTuple):
-    """A step on which the ranks are agreeing."""
-
-    rank: int
-    rows: torch.Tensor
-    work: comm.Work
-
-    def wait(self) -> tuple[Step, bool, int]:
+    def wait(self, posted: PendingRows) -> tuple[Step, bool, int]:
         """Wait for all ranks.
 
         Returns:
             The step; whether a rank that has never had a batch must be shown the structure of one; and the number of
             steps, from this one on, with the same active ranks.
         """
-        self.work.wait()
-        numbers = self.rows.tolist()
-        has_batch, samples, needs, certain = (numbers[column::_COLUMNS] for column in range(_COLUMNS))
+        has_batch, samples, needs, certain = zip(*posted.wait(), strict=True)
         needs_template = any(lacks and not has for lacks, has in zip(needs, has_batch, strict=True))
-        return Step(self.rank, tuple(map(bool, has_batch)), tuple(samples)), needs_template, min(certain)
+        return Step(comm.rank(self.group), tuple(map(bool, has_batch)), samples), needs_template, min(certain)
+
+    @property
+    def pending(self) -> bool:
+        """Whether other ranks have yet to post."""
+        return self._posted is not None and not self._posted.work.is_completed()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.join.agreement import active_text
+from lightning_ddp_hooks.join.agreement import PendingRows, active_text, post_row
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 
@@ -121,7 +121,7 @@ class Join:
         self._parent = joinables[0].join_process_group
         self._hooks: list[JoinHook] = []
         self._group: comm.ProcessGroup | None = None
-        self._posted: list[comm.Work] = []
+        self._posted: list[PendingRows] = []
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> None:
@@ -146,25 +146,18 @@ class Join:
         join = joinable._join
         if join is None:
             return None
-        message, work = join._exchange(active=True, index=join._joinables.index(joinable), kind=kind)
+        assert join._group is not None
+        posted = post_row((True, join._joinables.index(joinable), kind), join._group)
         if not (wait or join._throw):
-            join._posted = [*(sent for sent in join._posted if not sent.is_completed()), work]
+            join._posted = [*(sent for sent in join._posted if not sent.work.is_completed()), posted]
             return None
-        work.wait()
-        event, _ = _read(message)
-        if join._throw and len(event.active) < len(message) - 2:
+        rows = posted.wait()
+        event, _ = _read(rows)
+        if join._throw and len(event.active) < len(rows):
             raise RuntimeError(
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks: " + _throw_text(event)
             )
         return event
-
-    def _exchange(self, *, active: bool, index: int, kind: int) -> tuple[torch.Tensor, comm.Work]:
-        assert self._group is not None
-        message = torch.zeros(comm.world_size(self._group) + 2, dtype=torch.int64)
-        if active:
-            message[comm.rank(self._group)] = 1
-            message[-2], message[-1] = index, kind
-        return message, comm.all_reduce(message, self._group)
 
     def __enter__(self) -> Join:
         if self._enable:
@@ -188,9 +181,7 @@ class Join:
         assert self._group is not None
         is_last_joiner = True
         while True:
-            message, work = self._exchange(active=False, index=0, kind=0)
-            work.wait()
-            event, index = _read(message)
+            event, index = _read(post_row((False, 0, 0), self._group).wait())
             if not event.active:
                 break
             if self._throw:
@@ -209,14 +200,14 @@ def _throw_text(event: Event) -> str:
     )
 
 
-def _read(message: torch.Tensor) -> tuple[Event, int]:
+def _read(rows: list[list[int]]) -> tuple[Event, int]:
     """Return the event, and the position of the joinable that announced it."""
-    *flags, index, kind = message.tolist()
-    active = tuple(rank for rank, flag in enumerate(flags) if flag)
-    count = max(1, len(active))  # all active ranks say the same, so that the sum tells it
-    if index % count or kind % count:
+    active = tuple(rank for rank, (is_active, *_) in enumerate(rows) if is_active)
+    announced = {(index, kind) for is_active, index, kind in rows if is_active} or {(0, 0)}
+    if len(announced) > 1:
         raise RuntimeError("Ranks announced different collectives: in a Join context all do the same in each step.")
-    return Event(active, kind // count), index // count
+    index, kind = announced.pop()
+    return Event(active, kind), index
 
 
 # ---------------------------------------------------------------------- data parallelism
@@ -249,8 +240,5 @@ class DataParallelJoinHook(JoinHook):
         reducer = self._reducer
         reducer.on_backward_begin = None
         reducer.set_divisor(reducer.world_size)
-        flags = torch.zeros(reducer.world_size, dtype=torch.int64)
-        flags[comm.rank(reducer.group)] = int(is_last_joiner)
-        comm.all_reduce(flags, reducer.control_group).wait()
-        source = int(flags.argmax())
+        source = post_row((is_last_joiner,), reducer.control_group).wait().index([1])
         broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)

@@ -70,14 +70,6 @@ def remove_padding(loader: Any) -> None:
             sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
 
 
-def length_of(loader: object) -> int | None:
-    """Return a loader's length, which may be an estimate; None if it has none."""
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def certain_length(loader: object) -> int | None:
     """Return a loader's length if it is exact; not that of streams, nor of the user's own samplers and loaders."""
     exact = (

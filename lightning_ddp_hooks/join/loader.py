@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.join.agreement import PendingStep, Step, StepAgreement
-from lightning_ddp_hooks.join.data import certain_length, emptied, length_of, on_cpu
+from lightning_ddp_hooks.join.agreement import PendingRows, Step, StepAgreement
+from lightning_ddp_hooks.join.data import certain_length, emptied, on_cpu
 
 _NO_BATCH = object()
 # The number of batches of a stream that are read ahead: those at hand certainly come, and ranks agree only once they
@@ -51,24 +51,30 @@ class JoinLoader:
     The inner loader may be any iterable, with or without length; attributes that are not listed here are its own.
 
     Attributes:
+        inner: the loader.
         context: the run.
+        iterations: the number of iterations that were begun.
         length: the number of batches on all ranks, as far as loaders say; None if some loader has no length.
         latest: the latest real batch of this rank (or one of another rank), or only its structure; see `LoaderContext`.
         needs_template: whether this rank has never seen a batch.
         ended: whether the latest iteration has yielded all batches.
     """
 
-    __slots__ = ("_inner", "_iterations", "context", "ended", "latest", "length", "needs_template")
+    __slots__ = ("context", "ended", "inner", "iterations", "latest", "length", "needs_template")
 
     def __init__(self, loader: Iterable[Any], context: LoaderContext) -> None:
-        self._inner: Any = loader
-        self._iterations = 0
+        self.inner: Any = loader
+        self.iterations = 0
         self.context = context
         self.latest: Any = None
         self.needs_template = True
         self.ended = False
         self.length: int | None = None
-        lengths = comm.all_gather_object(length_of(loader), context.group)
+        try:
+            own_length: int | None = len(loader)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            own_length = None
+        lengths = comm.all_gather_object(own_length, context.group)
         if None not in lengths:
             self.length = min(lengths) if context.stop_at_shortest else max(lengths)
 
@@ -78,28 +84,18 @@ class JoinLoader:
         return self.length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # while copied or unpickled
+        if name == "inner":  # while copied or unpickled
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:  # Lightning shuts workers down by way of the inner loader's attributes
-            setattr(self._inner, name, value)
+            setattr(self.inner, name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(iter(self._inner), read_ahead=True)
-
-    def _iterate(self, inner: Iterator[Any], *, read_ahead: bool) -> Iterator[Any]:
-        self._iterations += 1
-        self.ended = False
-        mine = self._iterations
-        return _Batches(self, inner, lambda: self._iterations == mine, read_ahead=read_ahead)
-
-    def certain_length(self) -> int | None:
-        """Return the number of batches on this rank, if it is exact."""
-        return certain_length(self._inner)
+        return _Batches(self, iter(self.inner), read_ahead=True)
 
     def saw(self, batch: Any) -> None:
         """Note the latest real batch, or its structure where that is enough."""
@@ -138,12 +134,12 @@ class StatefulJoinLoader(JoinLoader):
     def __iter__(self) -> Iterator[Any]:
         self._exhausted, self._resumes_exhausted = self._resumes_exhausted, False
         self._unread.clear()
-        return self._iterate(self._record_positions(iter(() if self._exhausted else self._inner)), read_ahead=False)
+        return _Batches(self, self._record_positions(iter(() if self._exhausted else self.inner)), read_ahead=False)
 
     def _record_positions(self, inner: Iterator[Any]) -> Iterator[Any]:
         while True:
             if self.length is None:
-                self._unread.append((self._inner.state_dict(), self._exhausted))
+                self._unread.append((self.inner.state_dict(), self._exhausted))
             try:
                 batch = next(inner)
             except StopIteration:
@@ -158,7 +154,7 @@ class StatefulJoinLoader(JoinLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of all ranks; collective, unless the run has failed."""
-        state, exhausted = self._unread[0] if self._unread else (self._inner.state_dict(), self._exhausted)
+        state, exhausted = self._unread[0] if self._unread else (self.inner.state_dict(), self._exhausted)
         mine = {"loader": state, "exhausted": exhausted, "ended": self.ended}
         if self.context.failed():
             return {"ranks": [mine], "missing": True}
@@ -192,27 +188,27 @@ class StatefulJoinLoader(JoinLoader):
             return
         self._resumes_exhausted = bool(mine["exhausted"])
         if not self._resumes_exhausted:
-            self._inner.load_state_dict(mine["loader"])
+            self.inner.load_state_dict(mine["loader"])
 
 
 class _Batches(Iterator[Any]):
     """One iteration over a `JoinLoader`."""
 
-    def __init__(
-        self, owner: JoinLoader, inner: Iterator[Any], current: Callable[[], bool], *, read_ahead: bool
-    ) -> None:
+    def __init__(self, owner: JoinLoader, inner: Iterator[Any], *, read_ahead: bool) -> None:
         self._owner = owner
         self._inner = inner
-        self._current = current
         self._read_ahead = read_ahead
-        self._length = owner.certain_length() if owner.context.samples is None else None
+        owner.iterations += 1
+        owner.ended = False
+        self._number = owner.iterations
+        self._length = certain_length(owner.inner) if owner.context.samples is None else None
         # The batches that have been fetched and not yielded; then how many there were in all.
         self._at_hand: deque[Any] = deque()
         self._fetched = self._yielded = 0
         self._exhausted = self._over = False
         # What is agreed on: the next step while it is pending, and the latest one, which holds for further steps.
         self._prepared = False
-        self._pending: PendingStep | None = None
+        self._pending: PendingRows | None = None
         self._step: Step | None = None
         self._certain_steps = 0
 
@@ -226,12 +222,12 @@ class _Batches(Iterator[Any]):
         self._prepared = False
         needs_template = False
         if self._pending is not None:
-            self._step, needs_template, self._certain_steps = self._pending.wait()
+            self._step, needs_template, self._certain_steps = context.agreement.wait(self._pending)
             self._pending = None
         step = self._step
         assert step is not None
         self._certain_steps -= 1
-        if step.over or (step.tail and context.stop_at_shortest):
+        if not step.ranks or (step.tail and context.stop_at_shortest):
             self._over = owner.ended = True
             raise StopIteration
         if needs_template:
@@ -242,7 +238,7 @@ class _Batches(Iterator[Any]):
         owner.ended = self._yielded == owner.length
         if self._read_ahead and self._yielded != context.limit:
             self._prepare()
-        context.announce(Announcement(owner, step, self._current))
+        context.announce(Announcement(owner, step, lambda: owner.iterations == self._number))
         return emptied(owner.latest) if step.joined else batch
 
     def _prepare(self) -> None:
@@ -258,10 +254,8 @@ class _Batches(Iterator[Any]):
         has_batch = bool(self._at_hand)
         if self._certain_steps:
             if self._step is not None and has_batch == self._step.joined:
-                raise RuntimeError(
-                    f"The dataloader of rank {self._step.rank} ended after {self._fetched} batches, but its length is "
-                    f"{self._length}."
-                )
+                who = f"The dataloader of rank {self._step.rank}"
+                raise RuntimeError(f"{who} ended after {self._fetched} batches, but its length is {self._length}.")
             return
         samples = context.samples(self._at_hand[0]) if has_batch and context.samples is not None else 0
         certain = len(self._at_hand) if self._length is None else self._length - self._fetched + 1

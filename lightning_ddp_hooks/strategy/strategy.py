@@ -508,9 +508,7 @@ class DDPHooksStrategy(HealthStrategy):
         assert module is not None
         reducer, tail = self.reducer, None if self._uneven is None else self._uneven.tail
         if tail is not None and not self._accumulating:
-            reducer.sync = (
-                True  # also where replicas train for themselves: one without data follows those that have some
-            )
+            reducer.sync = True  # with an averager too: a rank without data follows those that have some
         reducer.before_forward()
         self._watch_gradients()
         if self._weights is not None:

@@ -34,8 +34,6 @@ from lightning_ddp_hooks.traffic import ByteCounter
 if TYPE_CHECKING:
     from lightning_ddp_hooks.reducer.reducer import Reducer
 
-_IN_PROGRESS_BAR = ("comm/exposed_ms", "comm/overlap")
-
 
 class CommMonitor(Callback):
     """Measures what communication costs each training step, logs it, and writes a report.
@@ -120,7 +118,7 @@ class CommMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, DDPHooksStrategy)
-        reducer = strategy.reducer
+        reducer, device = strategy.reducer, strategy.root_device
         facts: dict[str, Any] = reducer.stats()
         backend = facts["comm_backend"]
         # Asking for the directory is collective.
@@ -130,14 +128,15 @@ class CommMonitor(Callback):
             self._error_group = comm.new_group(reducer.parent_group)
             error = CompressionError(self._error_group, self.error_every_n_steps)
         counter = ByteCounter()
-        self._recorder = Recorder(clock_for(strategy.root_device, queues_waits=backend != "gloo"), counter, error)
+        self._recorder = Recorder(clock_for(device, queues_waits=backend != "gloo"), counter, error)
         declared = strategy.describe()
         texts = {
             "model": type(pl_module).__name__,
             "hook": declared["hook"] or "mean all-reduce",
             "averager": declared["averager"],
             "ranks": f"{trainer.world_size} ({backend})",
-            "device": _device_name(strategy.root_device),
+            # Not every accelerator's module can name its devices.
+            "device": getattr(torch.get_device_module(device), "get_device_name", str)(device),
             "precision": str(trainer.precision),
             "reducer": facts["backend"],
             "torch": torch.__version__,
@@ -199,49 +198,49 @@ class CommMonitor(Callback):
         self._unlogged = []
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
-        for name in _IN_PROGRESS_BAR if self.prog_bar else ():
+        for name in ("comm/exposed_ms", "comm/overlap") if self.prog_bar else ():
             pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        recorder, record, reducer = self._recorder, self.record, self._reducer
-        if recorder is None or record is None or reducer is None:
+        record, reducer = self.record, self._reducer
+        if record is None or reducer is None:
             return
         facts: dict[str, Any] = reducer.stats()
         record.bucket_cap_bytes = facts["bucket_cap_bytes"]  # "auto" has chosen by now
-        self._detach()
-        record.add(recorder.settle())
+        self._stop()
         row = rank_row(record.rank, list(record.steps), record.world_size)
         record.ranks = comm.all_gather_object(row, reducer.control_group)
         if self._error_group is not None:
             comm.destroy_group(self._error_group)
-        self._write(record, recorder)
+        self._write(record)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        recorder, record = self._recorder, self.record
-        if recorder is None or record is None:
+        record = self.record
+        if record is None or self._recorder is None:
             return
-        self._detach()
-        record.add(recorder.settle(wait=False))
+        self._stop(wait=False)
         error = type(exception).__name__
         record.note = f"The run ended with {error}: this is what rank {record.rank} had recorded by then."
-        self._write(record, recorder)
+        self._write(record)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
+        self._stop(wait=False)
 
-    def _detach(self) -> None:
-        """Stop watching and counting; nothing collective."""
-        if self._reducer is not None:
-            comm.count_bytes(None)
-            self._reducer.observer = None
-        self._recorder = self._reducer = None
-
-    def _write(self, record: RunRecord, recorder: Recorder) -> None:
+    def _stop(self, *, wait: bool = True) -> None:
+        """Stop watching and counting, and complete the record; nothing collective."""
+        recorder, record, reducer = self._recorder, self.record, self._reducer
+        if recorder is None or record is None or reducer is None:
+            return
+        comm.count_bytes(None)
+        reducer.observer = self._recorder = self._reducer = None
+        record.add(recorder.settle(wait=wait))
         record.parameter_bytes = recorder.parameter_bytes
         record.outside_bytes = recorder.outside_bytes
+
+    def _write(self, record: RunRecord) -> None:
         if record.rank != 0 or self._directory is None:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -250,8 +249,3 @@ class CommMonitor(Callback):
         trace = build_trace(list(record.steps), rank=record.rank, metadata=record.facts)
         (self._directory / "trace.json").write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
         rank_zero_info(f"CommMonitor: {report}")
-
-
-def _device_name(device: torch.device) -> str:
-    name = getattr(torch.get_device_module(device), "get_device_name", None)  # not every accelerator has one
-    return device.type if name is None else str(name(device))

@@ -96,20 +96,25 @@ class ModelAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
-            flags = {"before_eval": self._before_eval, "save_replicas": self._save_replicas}
-            self._averaging = Averaging(self.averager, pl_module, lambda: trainer.strategy.optimizers, **flags)
+            self._averaging = Averaging(
+                self.averager,
+                pl_module,
+                lambda: trainer.strategy.optimizers,
+                before_eval=self._before_eval,
+                save_replicas=self._save_replicas,
+            )
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Optimizers and groups do not exist yet.
-        self._loaded = checkpoint.get(STATE_KEY)
+        self._loaded = checkpoint.get(STATE_KEY) or {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._averaging is not None:
-            if self._loaded is not None:
+            if self._loaded:
                 self._averaging.load_state_dict(self._loaded)
-            else:  # a checkpoint of a run without an averager: its steps count too
+            elif self._loaded is not None:  # a checkpoint of a run without averager, whose steps count too
                 self._averaging.bound.step = trainer.global_step
             self._steps_seen = trainer.global_step
         self._loaded = None
@@ -117,10 +122,11 @@ class ModelAveraging(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._averaging is not None:
-            assert isinstance(trainer.strategy.model, DistributedDataParallel)
-            trainer.strategy.model.require_backward_grad_sync = self._averaging.syncs_gradients()
+            model = trainer.strategy.model
+            assert isinstance(model, DistributedDataParallel)
+            model.require_backward_grad_sync = self._averaging.syncs_gradients()
             if not self._averaging.broadcasts_buffers():
-                trainer.strategy.model.require_forward_param_sync = False
+                model.require_forward_param_sync = False
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -29,11 +29,7 @@ Op = Literal["sum", "max", "min", "product", "mean"]
 
 
 def op_name(op: Any) -> Op:
-    """Return the name of a reduction as Lightning or torch give it; None is a sum.
-
-    Raises:
-        ValueError: one that is not known here.
-    """
+    """Return the name of a reduction as Lightning or torch give it; None is a sum."""
     name = "sum" if op is None else str(op).rpartition(".")[2].lower()
     name = "mean" if name == "avg" else name
     if name not in get_args(Op):
@@ -50,16 +46,13 @@ def neutral(tensor: Tensor, op: Op) -> Tensor:
 
 
 def reduced(tensor: Tensor, op: Op, group: comm.ProcessGroup, count: int) -> Tensor:
-    """Return the reduction over a group; ``tensor`` stays as it is.
-
-    A mean of integers is not cut off to an integer, as Lightning's is; its epoch means divide by such a one.
-    """
-    mean = op == "mean"
+    """Return the reduction over a group; ``tensor`` stays as it is."""
     out = tensor.detach().clone()
-    if mean and not out.is_floating_point() and not out.is_complex():
-        out = out.double()
-    comm.reduce_in_place(out, "sum" if op == "mean" else op, group)
-    return out / count if mean else out
+    if op != "mean":
+        return comm.reduce_in_place(out, op, group)
+    if not (out.is_floating_point() or out.is_complex()):
+        out = out.double()  # Lightning's epoch means divide by a mean of integers, which must not be cut off
+    return comm.reduce_in_place(out, "sum", group) / count
 
 
 def gathered(tensor: Tensor, group: comm.ProcessGroup, *, sync_grads: bool) -> Tensor:
@@ -84,10 +77,7 @@ class _Gather(torch.autograd.Function):
 
 
 class ActiveGroups:
-    """Makes a group for each set of active ranks that comes up, and keeps it.
-
-    There are at most W - 1 such sets in an epoch, and with fixed shards they are the same in all epochs.
-    """
+    """A group for each set of active ranks that comes up: at most W - 1 in an epoch, and for fixed shards in all."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], comm.ProcessGroup] = {}
@@ -99,11 +89,7 @@ class ActiveGroups:
             self._groups[ranks] = comm.new_subgroup(ranks)
 
     def for_step(self, step: Step, wanted: Any = None) -> Any:
-        """Return the group to use in a step in the tail where ``wanted`` was asked for; None stands for all ranks.
-
-        Raises:
-            RuntimeError: ``wanted`` is not all ranks, and some of its ranks have run out.
-        """
+        """Return the group to use in a step in the tail where ``wanted`` was asked for; None stands for all ranks."""
         if step.joined:  # it replays the step without the others
             if self._solo is None:
                 self._solo = comm.solo_group()

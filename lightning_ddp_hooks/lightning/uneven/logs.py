@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-_COPIED_ARGUMENTS = (
-    *("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
-    *("add_dataloader_idx", "metric_attribute"),
-)
+_COPIED_ARGUMENTS = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph",
+                     "add_dataloader_idx", "metric_attribute")  # fmt: skip
 _STATE_OF_LOGGED = ("value", "cumulated_batch_size", "_computed", "has_reset", "_update_count", "_forward_cache")
 
 
@@ -77,22 +75,17 @@ def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
         entries.append(LogEntry(key, name, arguments, meta.dataloader_idx, dtype, value))
     states = {}
     for path, metric in _metrics(trainer.lightning_module):
-        lists = {
+        states[path] = {
             state: emptied(values[0]).cpu()
             for state, values in _compat.list_states(metric).items()
             if values and isinstance(values[0], Tensor)
         }
-        if lists:
-            states[path] = lists
-    return StepRecord(_sendable(on_cpu(emptied(output))), entries, states, problem)
-
-
-def _sendable(output: Any) -> Any:
+    output = on_cpu(emptied(output))
     try:
         pickle.dumps(output)
     except Exception:  # an output of the user's own kind; nothing but the loss in it matters, and that is 0
-        return None
-    return output
+        output = None
+    return StepRecord(output, entries, states, problem)
 
 
 def apply_record(trainer: pl.Trainer, record: StepRecord) -> None:
@@ -106,15 +99,15 @@ def apply_record(trainer: pl.Trainer, record: StepRecord) -> None:
     results = _compat.logged_results(trainer)
     before = results.dataloader_idx
     for entry in record.entries:
+        said = entry.arguments
         if entry.key not in results or results[entry.key].has_reset:
             results.dataloader_idx = entry.dataloader_idx
             if entry.dtype is None:
-                value: Any = module.get_submodule(entry.arguments["metric_attribute"])
+                value: Any = module.get_submodule(said["metric_attribute"])
             else:
-                value = torch.tensor(_neutral(entry.arguments["reduce_fx"]), dtype=entry.dtype, device=module.device)
-            reduce = trainer.strategy.reduce
-            results.log(entry.step, value=value, batch_size=0, sync_dist_fn=reduce, **entry.arguments)
-        if entry.arguments["on_step"]:
+                value = torch.tensor(_neutral(said["reduce_fx"]), dtype=entry.dtype, device=module.device)
+            results.log(entry.step, value=value, batch_size=0, sync_dist_fn=trainer.strategy.reduce, **said)
+        if said["on_step"]:
             value = None if entry.step_value is None else entry.step_value.to(module.device)
             _compat.set_logged_forward_cache(results[entry.key], value)
     results.dataloader_idx = before

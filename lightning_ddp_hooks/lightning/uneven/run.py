@@ -53,17 +53,12 @@ class UnevenSettings:
 
 
 class UnevenRun:
-    """The state of a run with uneven inputs; made and closed on all ranks alike, at setup and teardown.
-
-    Attributes:
-        settings: what the user declared.
-        failed: whether the run has failed, so that no collective is possible.
-        broken: whether it is also unknown what the groups still wait for.
-    """
+    """The state of a run with uneven inputs; made and closed on all ranks alike, at setup and teardown."""
 
     def __init__(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
         self.settings = settings
-        self.failed = self.broken = False
+        self.failed = False  # no collective is possible any more
+        self.broken = False  # nor is it known what groups still wait for
         self._trainer = trainer
         world = comm.resolve_group(None)
         self._agreement = StepAgreement(comm.new_group(world, cpu=True))
@@ -86,31 +81,31 @@ class UnevenRun:
     @property
     def joined(self) -> bool:
         """Whether this rank has no batch in the step now at hand."""
-        step = self.step
-        return step is not None and step.joined
+        return self.step is not None and self.step.joined
 
     @property
     def tail(self) -> Step | None:
         """The step now at hand if some rank has no batch in it, else None."""
-        step = self.step
-        return step if step is not None and step.tail else None
+        return self.step if self.step is not None and self.step.tail else None
 
     def wrap(self, loader: Any) -> Any:
-        """Wrap a loader that Lightning has prepared; collective.
-
-        Raises:
-            ValueError: a step takes ``dataloader_iter``.
-        """
+        """Wrap a loader that Lightning has prepared; collective."""
         trainer, settings, training = self._trainer, self.settings, self._training
         if trainer.predicting:
             return loader
+        name, limit = "validation_step", trainer.limit_val_batches
         if training:
             name, limit = "training_step", trainer.limit_train_batches
         elif trainer.testing:
             name, limit = "test_step", trainer.limit_test_batches
-        else:
-            name, limit = "validation_step", trainer.limit_val_batches
-        _refuse_iterator_step(trainer.lightning_module, name)
+        module = trainer.lightning_module
+        if is_overridden(name, module) and is_param_in_hook_signature(
+            getattr(module, name), "dataloader_iter", explicit=True
+        ):
+            raise ValueError(
+                f"UnevenInputs does not support `{name}(self, dataloader_iter)`: the step itself would decide how many "
+                "batches it takes. Take a batch instead."
+            )
         self._queues[training].clear()
         context = LoaderContext(
             agreement=self._agreement,
@@ -118,7 +113,7 @@ class UnevenRun:
             announce=self._queues[training].append,
             samples=_compat.samples_in if training and settings.divisor == "samples" else None,
             stop_at_shortest=training and settings.policy == "stop",
-            keep_batches=lambda: training and not trainer.lightning_module.automatic_optimization,
+            keep_batches=lambda: training and not module.automatic_optimization,
             limit=limit if isinstance(limit, int) and not isinstance(limit, bool) else None,
             failed=lambda: self.failed,
         )
@@ -129,12 +124,7 @@ class UnevenRun:
         return (StatefulJoinLoader if stateful else JoinLoader)(loader, context)
 
     def begin_batch(self) -> Step | None:
-        """Turn to the step of the next batch; once for each batch that the loop uses, before any hook sees it.
-
-        Raises:
-            RuntimeError: some rank has run out, and the policy is ``"error"``.
-            ValueError: several dataloaders are used at once.
-        """
+        """Turn to the step of the next batch; once for each batch that the loop uses, before any hook sees it."""
         training = self._training
         queue = self._queues[training]
         step = None
@@ -158,17 +148,16 @@ class UnevenRun:
 
     def _refuse_combined_loaders(self) -> None:
         combined = _compat.combined_loader_in_use(self._trainer)
-        if combined is None or len(combined.flattened) < 2:
-            return
-        if self._training:
+        count = 0 if combined is None else len(combined.flattened)
+        if count > 1 and self._training:
             raise ValueError(
-                f"UnevenInputs supports one training dataloader, got {len(combined.flattened)}: combine them into one, "
-                "such as a loader over a torch.utils.data.ConcatDataset or an iterable of your own."
+                f"UnevenInputs supports one training dataloader, got {count}: combine them into one, such as a loader "
+                "over a torch.utils.data.ConcatDataset or an iterable of your own."
             )
-        if _compat.combined_mode(combined) != "sequential":
+        if count > 1 and (mode := _compat.combined_mode(combined)) != "sequential":
             raise ValueError(
                 "UnevenInputs supports several dataloaders in evaluation one after the other, not a CombinedLoader "
-                f"with mode={_compat.combined_mode(combined)!r}."
+                f"with mode={mode!r}."
             )
 
     def _exhausted_text(self, step: Step) -> str:
@@ -255,9 +244,7 @@ class UnevenRun:
     def factor(self) -> float:
         """Return the factor on the loss that makes the mean over ranks the wanted mean."""
         step = self._now[True]
-        if step is None or step.joined:
-            return 1.0
-        return step.loss_factor(self.settings.divisor)
+        return 1.0 if step is None or step.joined else step.loss_factor(self.settings.divisor)
 
     def place(self) -> Place:
         """Tell from where a collective or a log is called."""
@@ -272,7 +259,7 @@ class UnevenRun:
         return None if step is None or not step.tail else self.group_for(step, None)
 
     def group_for(self, step: Step, wanted: Any) -> Any:
-        """Return the group to use in a step in the tail where ``wanted`` was asked for; see `ActiveGroups.for_step`."""
+        """Return the group to use in a step in the tail where ``wanted`` was asked for."""
         return self._groups.for_step(step, wanted)
 
     def close(self) -> None:
@@ -285,13 +272,3 @@ class UnevenRun:
         elif not self.broken:
             comm.free_after_error(groups, self._agreement.pending)
             self._groups.close(failed=True)
-
-
-def _refuse_iterator_step(module: pl.LightningModule, name: str) -> None:
-    if is_overridden(name, module) and is_param_in_hook_signature(
-        getattr(module, name), "dataloader_iter", explicit=True
-    ):
-        raise ValueError(
-            f"UnevenInputs does not support `{name}(self, dataloader_iter)`: the step itself would decide how many "
-            "batches it takes. Take a batch instead."
-        )
