@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import Tensor
 
+    from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
     from lightning_ddp_hooks.reducer.reducer import Reducer
-    from lightning_ddp_hooks.strategy.strategy import DDPHooksStrategy
 
 _IN_PROGRESS_BAR = ("comm/exposed_ms", "comm/overlap")
 
@@ -112,7 +112,7 @@ class CommMonitor(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from lightning_ddp_hooks.strategy.strategy import DDPHooksStrategy  # which imports this package
+        from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy  # which imports this package
 
         if stage != "fit":
             return
@@ -140,7 +140,7 @@ class CommMonitor(Callback):
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts=_facts(trainer, strategy, backend),
-            has_hook=strategy._bound_hook is not None,
+            has_hook=strategy.run.bound_hook is not None,
             bucket_cap_bytes=strategy.reducer.stats()["bucket_cap_bytes"],
         )
         self._unlogged = []
@@ -268,12 +268,11 @@ class CommMonitor(Callback):
 
 def _facts(trainer: pl.Trainer, strategy: DDPHooksStrategy, backend: str) -> dict[str, str]:
     """Say what runs, for the head of the report."""
-    from lightning_ddp_hooks.strategy.summary import declared  # whose package imports this one
+    from lightning_ddp_hooks.lightning.summary import declared  # whose package imports this one
 
-    hook = strategy._hook if strategy._fit_hook is None else strategy._fit_hook
-    bound = strategy._bound_hook
+    hook, bound = strategy.run.hook, strategy.run.bound_hook
     # As at the start of the fit.
-    texts = declared(hook, strategy._averager, None)
+    texts = declared(hook, strategy.settings.averager, None)
     device = strategy.root_device
     facts = {
         "model": type(trainer.lightning_module).__name__,

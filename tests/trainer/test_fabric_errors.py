@@ -327,7 +327,7 @@ def use_standalone_package() -> list[str]:
         from lightning_fabric import Fabric as StandaloneFabric
     return [
         error_of(lambda strategy=strategy: StandaloneFabric(strategy=strategy, accelerator="cpu", devices=2))
-        for strategy in ("ddp_hooks", "ddp_hooks_spawn", FabricDDPHooksStrategy())
+        for strategy in ("ddp_hooks", "ddp_hooks_spawn")
     ]
 
 
