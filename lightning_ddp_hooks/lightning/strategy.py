@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.callbacks.uneven_collectives import op_name
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
@@ -435,6 +436,9 @@ class DDPHooksStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._logging is not None and self._inputs.tail is None and self._logging.takes(tensor):
             return self._logging.reduce(tensor, group, reduce_op)
+        if isinstance(tensor, Tensor) and op_name(reduce_op) == "mean" and not tensor.is_floating_point():
+            # Lightning cuts off the mean of integers, and divides the mean of an epoch by such a one.
+            tensor = tensor.to(torch.get_default_dtype())
         return self._inputs.reduce(super().reduce, tensor, group, reduce_op)
 
     @override
