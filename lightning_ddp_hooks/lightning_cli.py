@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_hooks import averaging, callbacks, hooks, optim
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
 # How jsonargparse says that a name is wrong: of a class, of a group, in a file for a subcommand.
 _WRONG_NAME = [

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
 from lightning_ddp_hooks.cli.target import make_object
@@ -13,7 +14,6 @@ from lightning_ddp_hooks.hooks import BlockQuantize, OneBit
 from lightning_ddp_hooks.monitor.advisor import Change, Option, advise, align, mb_text, ms_text, table
 from lightning_ddp_hooks.monitor.cost_model import Prediction
 from lightning_ddp_hooks.monitor.profile import BackwardProfile, StepSample, profile_of, slowest
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import sent_by_rank
 
 # ---------------------------------------------------------------------- what is recommended
@@ -199,7 +199,7 @@ def test_the_yaml_of_a_candidate_makes_the_strategy_that_is_meant(name: str, tmp
     section = yaml.safe_load(candidate.yaml(4.0 if candidate.averager is None else None))["trainer"]["strategy"]
     strategy = make_object(None, section, "strategy", DDPHooksStrategy)
     assert isinstance(strategy, DDPHooksStrategy)
-    hook, averager = strategy._hook, strategy._averager
+    hook, averager = strategy.settings.hook, strategy.settings.averager
     if candidate.hook is None:
         assert hook is None
     else:
@@ -209,7 +209,7 @@ def test_the_yaml_of_a_candidate_makes_the_strategy_that_is_meant(name: str, tmp
         assert type(averager) is type(candidate.averager())
         assert averager.period == candidate.period
     if candidate.averager is None:
-        assert strategy._config.bucket_cap_mb == 4
+        assert strategy.settings.bucket_cap_mb == 4
 
 
 def test_the_default_candidates_are_known() -> None:

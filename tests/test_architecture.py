@@ -14,8 +14,12 @@ PACKAGE = Path(lightning_ddp_hooks.__file__).parent
 LAYERS = [
     ["__init__", "__main__"],
     ["cli", "lightning_cli"],
-    ["strategy", "fabric", "callbacks", "lightning"],
-    ["data_parallel", "checkpoint"],
+    ["lightning", "callbacks"],
+    ["data_parallel"],
+    ["run"],
+    ["run_averaging", "run_checks", "optimizer_clock", "loss_scale", "checkpoint"],
+    ["conflicts"],
+    ["config"],
     ["optim"],
     ["join"],
     ["averaging"],
@@ -23,13 +27,10 @@ LAYERS = [
     ["reducer", "health"],
     ["monitor"],
     ["comm"],
-    ["traffic", "arguments"],
+    ["traffic"],
     ["_compat"],
 ]
-MAY_IMPORT_LIGHTNING = {
-    *("__init__", "__main__", "cli", "lightning_cli"),
-    *("strategy", "fabric", "callbacks", "lightning", "checkpoint", "_compat"),
-}
+MAY_IMPORT_LIGHTNING = {"cli", "lightning_cli", "lightning", "callbacks", "_compat"}
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}
 MAKE_FLOATS = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
 

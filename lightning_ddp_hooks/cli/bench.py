@@ -23,8 +23,8 @@ from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import PLENTY, QUIET, fit_arguments
 from lightning_ddp_hooks.cli.network import world
 from lightning_ddp_hooks.cli.target import Target
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.monitor.advisor import align, ms_text
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
 
 DESCRIPTION = """\
 Measure a training step of your LightningModule with each communication hook.

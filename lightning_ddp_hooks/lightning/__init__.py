@@ -1,1 +1,1 @@
-"""What ties the package to Lightning: strategies, callbacks, and how a Trainer runs uneven inputs."""
+"""What ties a training run to Lightning: the strategies of Trainer and Fabric, callbacks, checkpoint files, messages."""

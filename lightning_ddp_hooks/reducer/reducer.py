@@ -44,7 +44,6 @@ from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient, mean_spa
 from lightning_ddp_hooks.reducer.stream import Readout
 from lightning_ddp_hooks.reducer.trainable import TrainableSet, check_parameters
 from lightning_ddp_hooks.reducer.verify import check_same_on_all_ranks
-from lightning_ddp_hooks.traffic import ByteCounter
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
@@ -129,9 +128,6 @@ class Reducer:
         self._late_readout: Readout | None = None
         self._shadowing = False
         self.on_backward_begin: Callable[[], None] | None = None
-        self.sent_in_pass: int | None = None
-        self._counts_next_pass = False
-        self._traffic: ByteCounter | None = None
         self.skip_step = False
         self.failed = False
         self.detached = False
@@ -329,6 +325,13 @@ class Reducer:
         elif engine.active:
             self._finish()
 
+    def settle_status(self) -> None:
+        """Settle what an asynchronous device has left pending; on all ranks alike, where the host waits anyway.
+
+        Raises:
+            RuntimeError: gradients were missing, or the like, in a way that the policy forbids.
+        """
+
     def end_step(self) -> None:
         """End a training step whose backwards the user ran; a collective call, where `ends_steps` was set.
 
@@ -439,31 +442,12 @@ class Reducer:
         self._count_oddities(sum(param.requires_grad for param in self._trainable.frozen))
         if self.observer is not None:
             self.observer.backward_opened()
-        if self._counts_next_pass and comm.current_total() is None:
-            self._counts_next_pass = False
-            self._traffic = ByteCounter(gives_way=True)
-            comm.count_bytes(self._traffic)
         self._flights.pass_opens()
         self._engine.start()
 
     def bucket_full(self, index: int) -> None:
         """Launch the bucket."""
         self._flights.launch(index)
-
-    def count_next_pass(self) -> None:
-        """Have the bytes counted that this rank sends in the next pass, or the first one in which nobody else counts.
-
-        Until that has ended `sent_in_pass` is None, and from then on their number.
-        """
-        self.sent_in_pass = None
-        self._counts_next_pass = True
-
-    def _stop_counting(self) -> int | None:
-        if self._traffic is None:
-            return None
-        comm.stop_counting(self._traffic)
-        sent, self._traffic = sum(self._traffic.take().values()), None
-        return sent
 
     def backward_broke(self) -> None:
         """Give up the pass of a backward that an exception broke off."""
@@ -487,7 +471,6 @@ class Reducer:
     # ------------------------------------------------------------------ the end of a pass
 
     def _abort(self) -> None:
-        self._stop_counting()
         if self._engine.active:
             self.aborted_at = (*self.progress(), self.waits_for())
         self.aborted_work |= self._flights.under_way or (self._engine.active and self._engine.launched > 0)
@@ -503,8 +486,6 @@ class Reducer:
         try:
             with _compat.span("ldh::finish"), torch.no_grad():
                 self._finish_pass()
-            if self._traffic is not None:
-                self.sent_in_pass = self._stop_counting()
         except BaseException:
             self._abort()
             raise

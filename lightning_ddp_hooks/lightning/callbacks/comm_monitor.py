@@ -21,6 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
+from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.metrics import step_metrics
 from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
@@ -28,7 +30,6 @@ from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 from lightning_ddp_hooks.monitor.trace import build_trace
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
@@ -129,11 +130,11 @@ class CommMonitor(Callback):
             error = CompressionError(self._error_group, self.error_every_n_steps)
         counter = ByteCounter()
         self._recorder = Recorder(clock_for(device, queues_waits=backend != "gloo"), counter, error)
-        declared = strategy.describe()
+        said = declared(strategy.run.hook, strategy.settings.averager, None)
         texts = {
             "model": type(pl_module).__name__,
-            "hook": declared["hook"] or "mean all-reduce",
-            "averager": declared["averager"],
+            "hook": said["hook"] or "mean all-reduce",
+            "averager": said["averager"],
             "ranks": f"{trainer.world_size} ({backend})",
             # Not every accelerator's module can name its devices.
             "device": getattr(torch.get_device_module(device), "get_device_name", str)(device),
@@ -146,7 +147,7 @@ class CommMonitor(Callback):
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts={name: text for name, text in texts.items() if text is not None},
-            has_hook=declared["hook"] is not None,
+            has_hook=said["hook"] is not None,
             bucket_cap_bytes=facts["bucket_cap_bytes"],
         )
         self._unlogged = []

@@ -16,7 +16,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.found_inf import agree_on_found_inf
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
 
 class ModelAveraging(Callback):

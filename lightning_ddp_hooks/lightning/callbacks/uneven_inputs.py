@@ -7,8 +7,8 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_ddp_hooks.join.agreement import Divisor
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.lightning.uneven.run import Policy, UnevenSettings
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
 
 
 class UnevenInputs(Callback):

@@ -1,51 +1,42 @@
-"""The Fabric strategy: turns Fabric's verbs into calls of each model's `ModelRun`; no algorithm lives here."""
+"""The strategy for Fabric: turns its verbs into those of each model's `TrainingRun`; no algorithm lives here."""
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.arguments import START_METHODS, require_backend_name, require_choice
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
-from lightning_ddp_hooks.fabric import watch
-from lightning_ddp_hooks.fabric.checkpoint import LoadedInParts, add_states, take_states
-from lightning_ddp_hooks.fabric.model_run import ModelRun
-from lightning_ddp_hooks.fabric.module import HookedModule
-from lightning_ddp_hooks.fabric.settings import Settings
+from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
+from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, checkpoint_io_property
+from lightning_ddp_hooks.lightning.fabric_module import HookedModule
+from lightning_ddp_hooks.lightning.fabric_state import PartialOptimizer, add_states, take_states
+from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
+from lightning_ddp_hooks.lightning.names import register_names
+from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
-from lightning_ddp_hooks.reducer.config import ReducerConfig
-from lightning_ddp_hooks.strategy.checkpoint_io import AtomicCheckpointIO
-from lightning_ddp_hooks.strategy.combinations import idle, refuse
-from lightning_ddp_hooks.strategy.loading import agree_on_checkpoint
-from lightning_ddp_hooks.strategy.sent import SentOnce
-from lightning_ddp_hooks.strategy.summary import declared, summary_text, without_effect
+from lightning_ddp_hooks.optimizer_clock import OptimizerClock
+from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
 
 if TYPE_CHECKING:
+    import torch
     from lightning.fabric.accelerators.accelerator import Accelerator
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
-
-log = logging.getLogger(__name__)
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class FabricDDPHooksStrategy(DDPStrategy):
@@ -97,7 +88,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         >>> model, optimizer = fabric.setup(model, optimizer)
     """
 
-    _checkpoint_io: CheckpointIO | None
+    checkpoint_io = checkpoint_io_property  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -125,28 +116,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         detect_nonfinite: bool = False,
         start_method: StartMethod = "popen",
     ) -> None:
-        require_choice("start_method", start_method, START_METHODS)
-        require_backend_name(process_group_backend, comm.backend_names())
-        self._settings = Settings(
-            config=ReducerConfig(
-                bucket_cap_mb=bucket_cap_mb,
-                first_bucket_mb=first_bucket_mb,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                broadcast_buffers=broadcast_buffers,
-                reducer_backend=reducer_backend,
-            ),
-            hook=resolve_hook(comm_hook),
-            averager=averager,
-            save_replicas=save_replicas,
-            optimizer_in_hook=optimizer_in_hook,
-            timeout=timeout,
-            failure_timeout=failure_timeout,
-            check_replicas_every_n_steps=check_replicas_every_n_steps,
-            detect_nonfinite=detect_nonfinite,
-        )
-        refuse(self._settings.run(self._settings.hook))
+        self.settings = Settings.from_arguments("FabricDDPHooksStrategy", locals())
+        raise_on_conflict(self.settings.in_fit())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -162,12 +133,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
         self._modules: list[weakref.ref[HookedModule]] = []
         self._lone_optimizers: list[weakref.ref[Optimizer]] = []
         self._saving = False
-
-    @override
-    def __repr__(self) -> str:
-        # All that the Fabric of `lightning_fabric` says to a strategy of `lightning` is that it does not know this.
-        hint = " for `from lightning.fabric import Fabric`, not `from lightning_fabric import Fabric`"
-        return f"<{type(self).__name__}{hint if 'lightning_fabric' in sys.modules else ''}>"
 
     # ------------------------------------------------------------------ what users call
 
@@ -196,18 +161,18 @@ class FabricDDPHooksStrategy(DDPStrategy):
         """
         declared = resolve_hook((state, hook))
         assert declared is not None
-        refuse(self._settings.run(declared, scaler=self._scaler is not None))
+        raise_on_conflict(self._settings_with(declared))
         if model is not None:
-            self._run_of(model).install(declared)
+            self._run_of(model).install_hook(declared)
             return
-        if self._settings.hook is not None:
+        if self.settings.hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         if self._live_modules:
             raise RuntimeError(
                 "Models have been set up already: say which one the hook is for, as in "
                 "`register_comm_hook(state, hook, model)`."
             )
-        self._settings = self._settings.with_hook(declared)
+        self.settings = replace(self.settings, comm_hook=declared)
 
     @contextmanager
     def averaged_model(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -218,8 +183,12 @@ class FabricDDPHooksStrategy(DDPStrategy):
         Args:
             model: which one, if several were set up.
         """
-        with self._run_of(model).averaged():
+        run = self._run_of(model)
+        run.before_eval()
+        try:
             yield
+        finally:
+            run.averaging.after_eval()
 
     def finish_averaging(self, model: nn.Module | None = None) -> None:
         """End training: every rank gets the averaged model for good; on all ranks. Nothing happens without an averager.
@@ -227,44 +196,33 @@ class FabricDDPHooksStrategy(DDPStrategy):
         Args:
             model: which one, if several were set up.
         """
-        self._run_of(model).finish_averaging()
+        self._run_of(model).finish()
 
     # ------------------------------------------------------------------ setup
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes checkpoints."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @override
     def setup_module(self, module: nn.Module) -> HookedModule:  # type: ignore[override]
         """Build a reducer for the module; collective."""
-        if self._settings.optimizer_in_hook is not None and any(p.requires_grad for p in module.parameters()):
+        if self.settings.optimizer_in_hook is not None and any(p.requires_grad for p in module.parameters()):
             raise ValueError(
                 "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
                 "`model, optimizer = fabric.setup(model, optimizer)`, not `fabric.setup_module(model)`."
             )
         wrapped = self._set_up(module, [])
         for optimizer in _alive(self._lone_optimizers):
-            wrapped.run.adopt(optimizer)
+            wrapped.clock.adopt(optimizer)
         return wrapped
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self._settings.optimizer_in_hook is not None:
+        if self.settings.optimizer_in_hook is not None:
             raise ValueError(
                 "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
                 "`model, optimizer = fabric.setup(model, optimizer)`, not `fabric.setup_optimizers(optimizer)`."
             )
         self._lone_optimizers = [weakref.ref(one) for one in (*_alive(self._lone_optimizers), optimizer)]
-        for run in self._runs:
-            run.adopt(optimizer)
+        for module in self._live_modules:
+            module.clock.adopt(optimizer)
         return optimizer
 
     @override
@@ -276,53 +234,56 @@ class FabricDDPHooksStrategy(DDPStrategy):
             return (self.setup_module(module), optimizers, *scheduler)
         wrapped = self._set_up(module, optimizers)
         for optimizer in optimizers:
-            if not wrapped.run.shares(optimizer):
+            if not wrapped.clock.shares(optimizer):
                 rank_zero_warn(
                     f"{type(optimizer).__name__} was set up together with {type(module).__name__} and has none of its "
                     "parameters, so that it does not train it: make it with the `parameters()` of just this model."
                 )
-        for run in self._runs:
+        for model in self._live_modules:
             for optimizer in optimizers:  # one may have the parameters of several models
-                run.adopt(optimizer)
+                model.clock.adopt(optimizer)
         return (wrapped, optimizers, *scheduler)
 
     def _set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> HookedModule:
-        refuse(self._settings.run(self._settings.hook, scaler=self._scaler is not None))
+        settings = self._settings_with(self.settings.hook)
+        raise_on_conflict(settings)
         params = {id(param) for param in module.parameters()}
         for run in self._runs:
             if run.module is module or any(id(param) in params for param in run.module.parameters()):
                 run.close()
         first = not self._live_modules
-        run = ModelRun(module, self._settings, optimizers, scaled=self._scaler is not None)
-        run.follow_loss_scale(self._loss_scale())
-        wrapped = HookedModule(module, run, self.root_device)
+        clock = OptimizerClock(module, optimizers)
+        # Parts of a module that have optimizers of their own are trained in turn.
+        run = TrainingRun(
+            module,
+            self.settings,
+            clock=clock,
+            scaler=self._scaler,
+            in_parts=len(optimizers) > 1,
+            warn=rank_zero_warn,
+        )
+        run.begin()
+        if optimizers:
+            run.attach_optimizers(optimizers)
+        wrapped = HookedModule(module, run, clock, self.root_device)
         self._modules = [*map(weakref.ref, self._live_modules), weakref.ref(wrapped)]
-        if first:
-            self._start_watch(run)
-        self._say_what_is_done(run)
+        if first and self.settings.failure_timeout is not None and run.reducer.world_size > 1:
+            self._start_watch(run.reducer.control_group, self.settings.failure_timeout)
+        announce(run, settings, rank_zero_info, steps=math.inf)  # how many steps the user's loop has is not known
         return wrapped
 
-    def _say_what_is_done(self, run: ModelRun) -> None:
-        settings = self._settings
-        texts = declared(run.hook, settings.averager, settings.optimizer_in_hook)
-        rank_zero_info(summary_text(run.reducer.stats(), texts))
-        if self.global_rank == 0:
-            run.sent = SentOnce(run.hook, run.reducer)
-            found = self._settings.run(run.hook, scaler=self._scaler is not None)
-            # How many steps the user's loop has is not known.
-            useless = without_effect(run.hook, settings.averager, math.inf, run.subgroups)
-            for text in (*useless, *idle(found)):
-                log.warning(text)
+    def _settings_with(self, hook: CommHook | None) -> FitSettings:
+        return replace(self.settings, comm_hook=hook).in_fit(scaler=self._scaler is not None)
 
     @property
     def _live_modules(self) -> list[HookedModule]:
         return [module for module in _alive(self._modules) if not module.run.closed]
 
     @property
-    def _runs(self) -> list[ModelRun]:
+    def _runs(self) -> list[TrainingRun]:
         return [module.run for module in self._live_modules]
 
-    def _run_of(self, model: nn.Module | None) -> ModelRun:
+    def _run_of(self, model: nn.Module | None) -> TrainingRun:
         modules = self._live_modules
         if model is None:
             if len(modules) != 1:
@@ -335,23 +296,16 @@ class FabricDDPHooksStrategy(DDPStrategy):
                 return module.run
         raise RuntimeError("Expected a model that `fabric.setup(...)` returned, got one that was not set up.")
 
-    # ------------------------------------------------------------------ the watch
-
-    def _start_watch(self, run: ModelRun) -> None:
-        reducer, timeout = run.reducer, self._settings.failure_timeout
-        if timeout is None or reducer.world_size == 1:
-            return
+    def _start_watch(self, group: comm.ProcessGroup, timeout: float) -> None:
         own = weakref.ref(self)
 
         def where() -> tuple[Progress, bool]:
             strategy = own()
-            places = [] if strategy is None else [run.where() for run in strategy._runs]
+            places = [] if strategy is None else [(run.progress(), run.may_wait) for run in strategy._runs]
             # The model that is being trained now, or else the one that has come furthest.
             return max(places, key=lambda place: (place[1], place[0].step), default=(Progress(0), False))
 
-        problem = watch.start(reducer.control_group, timeout, where, partial(_exit_process, own))
-        if problem is not None:
-            rank_zero_warn(problem)
+        watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None), rank_zero_warn)
 
     # ------------------------------------------------------------------ training
 
@@ -359,13 +313,10 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def _scaler(self) -> Any:
         return getattr(self.precision, "scaler", None)
 
-    def _loss_scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
-
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step an optimizer; on all ranks. This is the clock of the models that it trains."""
-        runs = [run for run in self._runs if run.has(optimizer)]
+        runs = [module.run for module in self._live_modules if module.clock.has(optimizer)]
         closure = kwargs.get("closure")
         with ExitStack() as stack:
             for run in runs:
@@ -374,22 +325,18 @@ class FabricDDPHooksStrategy(DDPStrategy):
             def finish(result: Any = None) -> Any:
                 found = [run.finish_backward() for run in runs]  # all of them: other ranks wait for each
                 if runs and not any(found):
-                    raise _SkipStepError
+                    raise SkipStepError
                 return result
 
-            try:
+            output = None
+            with skippable_step(runs):
                 if closure is None:
                     finish()
                 else:
                     kwargs["closure"] = lambda: finish(closure())
                 output = super().optimizer_step(optimizer, **kwargs)
-            except _SkipStepError:
-                output = None
-                for run in runs:
-                    run.skip()
-            if self._scaler is not None:
-                for run in self._runs:
-                    run.follow_loss_scale(self._loss_scale())
+            for run in self._runs:
+                run.note_loss_scale()
         return output
 
     @override
@@ -403,16 +350,15 @@ class FabricDDPHooksStrategy(DDPStrategy):
         super().clip_gradients_value(module, optimizer, *args, **kwargs)
 
     def _prepare_to_clip(self, module: nn.Module, optimizer: Optimizer) -> None:
-        if self._settings.optimizer_in_hook is not None and self._settings.optimizer_in_hook.overlap:
+        if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
             raise ValueError(
                 "`fabric.clip_gradients` needs all gradients before the step, but `optimizer_in_hook` steps while they "
                 "come: use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or "
                 "leave `optimizer_in_hook` out."
             )
-        own = module.run if isinstance(module, HookedModule) else None
-        for run in self._runs:
-            if run is own or run.has(optimizer):
-                run.finish_backward()
+        for model in self._live_modules:
+            if model is module or model.clock.has(optimizer):
+                model.run.finish_backward()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -421,7 +367,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         if not isinstance(module, HookedModule):
             return super().get_module_state_dict(module)
         state = super().get_module_state_dict(module.module)
-        return module.run.model_state(state) if self._saving else state
+        return module.run.averaging.model_state(state) if self._saving else state
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -431,9 +377,9 @@ class FabricDDPHooksStrategy(DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return an optimizer's state; of a sharded one on all ranks, and whole on the first."""
-        for run in self._runs:
-            if run.has(optimizer) and (self._saving or run.driver is not None):
-                return run.optimizer_state(optimizer)
+        for module in self._live_modules:
+            if module.clock.has(optimizer) and (self._saving or module.run.driver is not None):
+                return module.run.optimizer_state(optimizer)
         return super().get_optimizer_state(optimizer)
 
     @override
@@ -441,7 +387,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         """Save a checkpoint; on all ranks."""
         found = self._models_in(state)
         for run in found.values():
-            run.check_before_checkpoint()
+            run.before_checkpoint()
         self._saving = True
         try:
             super().save_checkpoint(path, add_states(state, found), *args, **kwargs)
@@ -455,7 +401,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         """Load a checkpoint into objects; on all ranks if ``state`` is a dict."""
         if not isinstance(state, dict) or not state:
             parts = self._loaded_in_parts(state)
-            if not isinstance(parts, LoadedInParts):
+            if not isinstance(parts, PartialOptimizer):
                 return super().load_checkpoint(path, state, strict, **kwargs)
             parts.load_state_dict(super().load_checkpoint(path, None, strict, **kwargs))
             return {}
@@ -468,29 +414,29 @@ class FabricDDPHooksStrategy(DDPStrategy):
             raise
         agree_on_checkpoint(str(path), states.progress)
         for key, value in given.items():
-            if not isinstance(value, LoadedInParts):
+            if not isinstance(value, PartialOptimizer):
                 state[key] = value
         for warning in states.apply():
             rank_zero_warn(warning)
         return remainder
 
-    def _models_in(self, state: Mapping[str, Any]) -> dict[str, ModelRun]:
+    def _models_in(self, state: Mapping[str, Any]) -> dict[str, TrainingRun]:
         """Find the models that are saved or loaded together with an optimizer of theirs; others are weights alone."""
         optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
-        models = {key: value.run for key, value in state.items() if isinstance(value, HookedModule)}
-        return {key: run for key, run in models.items() if any(map(run.has, optimizers))}
+        models = {key: value for key, value in state.items() if isinstance(value, HookedModule)}
+        return {key: model.run for key, model in models.items() if any(map(model.clock.has, optimizers))}
 
     def _loaded_in_parts(self, value: Any) -> Any:
-        for run in self._runs if isinstance(value, Optimizer) else ():
-            if run.driver is not None and run.has(value):
-                return LoadedInParts(value, run.driver)
+        for module in self._live_modules if isinstance(value, Optimizer) else ():
+            if module.run.driver is not None and module.clock.has(value):
+                return PartialOptimizer(value, module.run.driver)
         return value
 
     # ------------------------------------------------------------------ the end, names
 
     @override
     def teardown(self) -> None:
-        watch.stop()
+        stop_watching_process()
         for run in self._runs:
             run.close()
         super().teardown()
@@ -499,21 +445,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``ddp_hooks``, its launchers, and its forms that find unused parameters."""
-        launchers: Mapping[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-        for suffix, start_method in launchers.items():
-            for unused_suffix, settings in (
-                ("", {}),
-                ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-                ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-            ):
-                strategy_registry.register(
-                    f"ddp_hooks{suffix}{unused_suffix}",
-                    cls,
-                    description=f"Data parallel with communication hooks, started by {start_method}",
-                    override=True,
-                    start_method=start_method,
-                    **settings,
-                )
+        register_names(cls, strategy_registry)
 
 
 class _SyncControl:
@@ -528,23 +460,6 @@ class _SyncControl:
         return module.run.no_sync() if enabled else nullcontext()
 
 
-class _SkipStepError(Exception):
-    """Leaves an optimizer's step before its update: no rank had a loss."""
-
-
 def _alive(references: Sequence[weakref.ref[Any]]) -> list[Any]:
     found = [reference() for reference in references]
     return [one for one in found if one is not None]
-
-
-def _exit_process(strategy: weakref.ref[FabricDDPHooksStrategy], code: int) -> None:
-    """End this process and those that it has started: one that was stopped would stay for ever."""
-    owner = strategy()
-    watch.kill_children(getattr(owner.launcher if owner is not None else None, "procs", None))
-    os._exit(code)
-
-
-def register() -> None:
-    """Make the strategy known to Fabric by name."""
-    FabricDDPHooksStrategy.register_strategies(STRATEGY_REGISTRY)
-    _compat.refuse_in_standalone_package("ddp_hooks", package="lightning_fabric")

@@ -9,26 +9,30 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
-from lightning_ddp_hooks.fabric.model_run import ModelRun
+from lightning_ddp_hooks.optimizer_clock import OptimizerClock
+from lightning_ddp_hooks.run import TrainingRun
+
+_CLOSED = (
+    "This model's parameters belong to a model that was set up later: use what that `fabric.setup(...)` returned; "
+    "models that share parameters have to be set up as one module that holds both."
+)
 
 
 class HookedModule(nn.Module):
-    """A module whose forward tells its `ModelRun`, and else is the user's.
+    """A module whose forward tells its `TrainingRun`, and else is the user's.
 
     Args:
-        module: the user's.
-        run: reduces its gradients.
-        device: where inputs are moved to.
-
-    Attributes:
-        module: the user's.
-        run: reduces its gradients.
+        module: The user's module.
+        run: Trains it.
+        clock: Counts the steps of its optimizers.
+        device: Where inputs are moved to.
     """
 
-    def __init__(self, module: nn.Module, run: ModelRun, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, run: TrainingRun, clock: OptimizerClock, device: torch.device) -> None:
         super().__init__()
         self.module = module
         self.run = run
+        self.clock = clock
         self._device = device
         # Whoever lets go of the model lets go of its buckets and groups, without waiting for a garbage collection.
         weakref.finalize(self, run.close).atexit = False
@@ -47,11 +51,13 @@ class HookedModule(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self) -> None:
-        self.run.forward_begins()
+        if self.run.closed:
+            raise RuntimeError(_CLOSED)
+        self.run.before_forward()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, output: Any) -> None:
-        self.run.forward_ended(output)
+        self.run.after_forward(output)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied: process groups and hooks cannot be, and making new ones takes all ranks."""

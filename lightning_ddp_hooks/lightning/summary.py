@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
-from lightning_ddp_hooks.hooks.alike import alike_until, late_starts
+from lightning_ddp_hooks.config import FitSettings, replicas_differ_from
+from lightning_ddp_hooks.conflicts import warn_no_effect
+from lightning_ddp_hooks.hooks.alike import late_starts
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text, hook_name
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
 from lightning_ddp_hooks.hooks.registry import short_name
+from lightning_ddp_hooks.run import TrainingRun
 from lightning_ddp_hooks.traffic import sent_by_rank
+
+log = logging.getLogger(__name__)
+
+
+def announce(
+    run: TrainingRun, settings: FitSettings, say: Callable[[str], object], *, steps: float, inputs: str | None = None
+) -> None:
+    """Say who communicates what, and warn of what will do nothing; on all ranks, shown by the first.
+
+    Args:
+        run: What begins.
+        settings: Its settings, with what is known of the fit.
+        say: Shows a text on rank zero.
+        steps: How many steps the fit has in all; infinity if that is not known.
+        inputs: What is to be said of the inputs.
+    """
+    texts = declared(run.hook, settings.averager, settings.optimizer_in_hook)
+    facts = run.reducer.stats()
+    say(summary_text(facts, {**texts, "inputs": inputs}))
+    if comm.rank(run.reducer.group) == 0:
+        subgroups = getattr(run.bound_hook, "subgroups", None)
+        for text in (*without_effect(run.hook, settings.averager, steps, subgroups), *warn_no_effect(settings)):
+            log.warning(text)
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
@@ -121,7 +149,7 @@ def without_effect(
             "The hook PostLocalSGD has one subgroup of all ranks, and so is the plain mean in every step: set "
             "`subgroup_size` or `subgroups` for it to do anything."
         )
-    elif averager is None and isinstance(hook, PostLocalSGD) and alike_until(hook) < steps:
+    elif averager is None and isinstance(hook, PostLocalSGD) and (replicas_differ_from(hook) or 0) < steps:
         yield (
             f"The hook PostLocalSGD averages within subgroups only from step {hook.start_local_sgd_iter} on, and no "
             "`averager` brings the subgroups together: their models drift apart."

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there; what the strategy reads and writes them with by default.
+"""Checkpoint files that are whole or not there, and that all ranks go on from the same one or none does.
 
 [Note: why not Lightning's own] It writes a file in the system's folder for temporary files and then moves it. Where
 that folder is on another file system, as it often is, the move is a copy into the final name: a rank that is killed
@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
+
+from lightning_ddp_hooks import _compat, comm
 
 _CHUNK = 1 << 24
 
@@ -111,6 +114,60 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise
             text = str(error).partition("\n")[0]
             raise RuntimeError(_unreadable(path, f"{type(error).__name__}: {text}")) from error
+
+
+def _get_checkpoint_io(strategy: Any) -> CheckpointIO:
+    """What reads and writes checkpoints."""
+    if strategy._checkpoint_io is None:
+        strategy._checkpoint_io = AtomicCheckpointIO()
+    _compat.use_base_checkpoint_io(strategy._checkpoint_io, AtomicCheckpointIO)
+    io: CheckpointIO = strategy._checkpoint_io
+    return io
+
+
+def _set_checkpoint_io(strategy: Any, io: CheckpointIO) -> None:
+    strategy._checkpoint_io = io
+
+
+checkpoint_io_property = property(_get_checkpoint_io, _set_checkpoint_io)
+"""The property of both strategies; made when it is first asked for, since Lightning takes a set one for the user's."""
+
+
+def agree_on_checkpoint(path: str | None, progress: str | None, error: Exception | None = None) -> None:
+    """Make sure that all ranks go on from the same place; a collective call of all ranks of the world.
+
+    Args:
+        path: the checkpoint that this rank has read or failed to read; None if it was to read none.
+        progress: how far the run was that wrote it.
+        error: why this rank could not read it.
+
+    Raises:
+        RuntimeError: on each rank that has no error itself, if another one could not read its checkpoint, or if ranks
+            have read different ones.
+    """
+    if not comm.is_initialized() or comm.world_size() == 1:
+        return
+    world = comm.resolve_group(None)
+    own_group = None if comm.backend_name(world) == "gloo" else comm.new_group(world, cpu=True)
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    found: list[tuple[str | None, str | None, str | None]]
+    found = comm.all_gather_object((path, progress, text), own_group or world)
+    if own_group is not None:
+        comm.destroy_group(own_group)
+    if error is not None:
+        return
+    for rank, (name, _, text) in enumerate(found):
+        if text is not None:
+            raise RuntimeError(f"Rank {rank} could not read the checkpoint {name!r}. Its error: {text}")
+    if len({progress for _, progress, _ in found}) > 1:
+        lines = [
+            f"rank {rank}: {'none' if name is None else f'{name!r} ({progress})'}"
+            for rank, (name, progress, _) in enumerate(found)
+        ]
+        raise RuntimeError(
+            f"The ranks would not go on from the same checkpoint: {'; '.join(lines)}. Rank 0 writes checkpoints: if "
+            "hosts do not share the folder, copy the file to the same place on each before resuming."
+        )
 
 
 def _unreadable(path: str | os.PathLike[str], why: str) -> str:

@@ -1,18 +1,49 @@
-"""What Lightning's `DDPStrategy` calls its settings, taken with a warning that tells our name."""
+"""The names that Trainer and Fabric know the strategies by, and Lightning's names for settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
 from lightning_ddp_hooks.hooks.registry import HookLike
 
+_LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_FORMS: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+}
 # Lightning's 4 is the line that warns; above it are the strategy's constructor and its caller.
 _USERS_LINE = 6
+
+
+def register_names(strategy: Any, registry: Any) -> None:
+    """Register ``ddp_hooks``, its launchers, and its forms that find unused parameters."""
+    for suffix, start_method in _LAUNCHERS.items():
+        for form, settings in _FORMS.items():
+            registry.register(
+                f"ddp_hooks{suffix}{form}",
+                strategy,
+                description=f"Data parallel with communication hooks, started by {start_method}",
+                override=True,
+                start_method=start_method,
+                **settings,
+            )
+
+
+def register(of_trainer: Any, of_fabric: Any) -> None:
+    """Make the strategies known to Trainer and Fabric by name."""
+    of_trainer.register_strategies(StrategyRegistry)
+    of_fabric.register_strategies(STRATEGY_REGISTRY)
+    _compat.refuse_in_standalone_package("ddp_hooks")
+    _compat.refuse_in_standalone_package("ddp_hooks", package="lightning_fabric")
 
 
 def hook_by_lightnings_names(

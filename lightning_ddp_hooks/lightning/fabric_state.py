@@ -16,20 +16,15 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_ddp_hooks.fabric.model_run import ModelRun
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
+from lightning_ddp_hooks.run import TrainingRun
 
 FABRIC_KEY = "lightning_ddp_hooks.fabric"
 
 
-def add_states(state: Mapping[str, Any], runs: Mapping[str, ModelRun]) -> dict[str, Any]:
-    """Return what is to be saved with the states of runs in it; collective.
-
-    Args:
-        state: what the user saves.
-        runs: for the key of a model in it, its run.
-    """
-    return {**state, FABRIC_KEY: {key: run.state() for key, run in runs.items()}} if runs else dict(state)
+def add_states(state: Mapping[str, Any], runs: Mapping[str, TrainingRun]) -> dict[str, Any]:
+    """Return what the user saves with the states of the runs of its models in it; collective."""
+    return {**state, FABRIC_KEY: {key: run.state_dict() for key, run in runs.items()}} if runs else dict(state)
 
 
 @dataclass(frozen=True)
@@ -37,12 +32,12 @@ class Restored:
     """States of runs as they were read.
 
     Attributes:
-        states: for each run, its state; None if there is none.
-        progress: how far the run was that wrote them, in words.
-        path: of the file.
+        states: For each run its name, and its state; None if there is none.
+        progress: How far the run was that wrote them, in words.
+        path: Path of the file.
     """
 
-    states: list[tuple[str, ModelRun, dict[str, Any] | None]]
+    states: list[tuple[str, TrainingRun, dict[str, Any] | None]]
     progress: str
     path: str
 
@@ -50,7 +45,7 @@ class Restored:
         """Have the runs go on from there, once models and optimizers are loaded; return warnings.
 
         Raises:
-            ValueError: a state is damaged, or another hook's or averager's.
+            ValueError: A state is damaged, or another hook's or averager's.
         """
         for key, run, state in self.states:
             if state is None:
@@ -61,21 +56,16 @@ class Restored:
                     )
                 continue
             try:
-                run.load_state(state)
+                run.load_state_dict(state)
             except ValueError as error:
                 raise ValueError(f"{self.path}: {error}") from error
 
 
-def take_states(checkpoint: dict[str, Any], runs: Mapping[str, ModelRun], path: str) -> Restored:
-    """Take the states of runs out of a checkpoint.
-
-    Args:
-        checkpoint: what Fabric has left of it.
-        runs: for the key of a model, its run.
-        path: of the file.
+def take_states(checkpoint: dict[str, Any], runs: Mapping[str, TrainingRun], path: str) -> Restored:
+    """Take the states of runs, by the names of their models, out of a checkpoint.
 
     Raises:
-        ValueError: the entry is damaged.
+        ValueError: The entry is damaged.
     """
     entry = checkpoint.pop(FABRIC_KEY, {}) if runs else {}
     if not isinstance(entry, dict) or not all(isinstance(state, dict) for state in entry.values()):
@@ -84,12 +74,12 @@ def take_states(checkpoint: dict[str, Any], runs: Mapping[str, ModelRun], path: 
     return Restored([(key, run, entry.get(key)) for key, run in runs.items()], ", ".join(steps) or "no progress", path)
 
 
-class LoadedInParts:
+class PartialOptimizer:
     """Stands for a sharded optimizer where Fabric loads a state: each rank takes its part.
 
     Args:
-        optimizer: the optimizer.
-        driver: steps it.
+        optimizer: The optimizer.
+        driver: Steps it.
     """
 
     def __init__(self, optimizer: Optimizer, driver: OptimizerDriver) -> None:
