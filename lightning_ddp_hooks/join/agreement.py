@@ -58,13 +58,10 @@ class Step:
         That is W / A for ``"active"``, the mean over the active ranks; W n_r / sum(n) for ``"samples"``, the mean over
         all samples of the step if losses are means over samples; 1 for ``"world"``, the sum divided by W.
         """
-        world_size = len(self.active)
-        if divisor == "active":
-            return world_size / len(self.ranks)
         if divisor == "samples":
             total = sum(self.samples)
-            return world_size * self.samples[self.rank] / total if total else 0.0
-        return 1.0
+            return len(self.active) * self.samples[self.rank] / total if total else 0.0
+        return len(self.active) / len(self.ranks) if divisor == "active" else 1.0
 
 
 def active_text(ranks: tuple[int, ...]) -> str:

@@ -76,11 +76,8 @@ class CommMonitor(Callback):
     ) -> None:
         if dirpath is not None and not isinstance(dirpath, (str, Path)):
             raise TypeError(f"Expected a path for `dirpath`, got {dirpath!r}.")
-        for name, flag in (
-            ("prog_bar", prog_bar),
-            ("per_bucket", per_bucket),
-            ("compression_error", compression_error),
-        ):
+        flags = {"prog_bar": prog_bar, "per_bucket": per_bucket, "compression_error": compression_error}
+        for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
         every = 1 if log_every_n_steps is None else log_every_n_steps

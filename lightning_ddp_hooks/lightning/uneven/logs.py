@@ -1,9 +1,8 @@
 """Logs and metrics in the tail: a joined rank has nothing to add, but must have the same entries as the others.
 
-At the end of an epoch all ranks reduce their logged values one by one, and metrics gather their states one by one; a
-rank that lacks an entry, since it never ran a step, would leave the others waiting. So after each step in the tail the
-lowest active rank tells the joined ones which entries there are; they take them up with weight 0. Values of the step
-itself are taken over as they are, so that rank 0 logs and shows current ones also once it has joined.
+At the end of an epoch all ranks reduce logged values and metrics' states one by one; a rank that lacks an entry, since
+it never ran a step, would leave the others waiting. So after each step in the tail the lowest active rank sends its
+entries to the joined ones, which add them with weight 0. Values of the step itself are copied, for rank 0 to show.
 """
 
 from __future__ import annotations

@@ -228,13 +228,12 @@ class UnevenRun:
     def _entered(self, step: Step) -> Iterator[None]:
         """Have modules that communicate in the user's step use the group of the ranks that are in it."""
         self._inside = step
-        changed: list[tuple[Any, Any]] = []
-        if step.tail:
-            for module in self._trainer.lightning_module.modules():
-                if hasattr(module, "process_group"):  # SyncBatchNorm, torchmetrics
-                    changed.append((module, module.process_group))
-                    module.process_group = self.group_for(step, module.process_group)
+        modules = self._trainer.lightning_module.modules() if step.tail else ()
+        # SyncBatchNorm, torchmetrics
+        changed: list[tuple[Any, Any]] = [(m, m.process_group) for m in modules if hasattr(m, "process_group")]
         try:
+            for module, group in changed:
+                module.process_group = self.group_for(step, group)
             yield
         finally:
             self._inside = None
