@@ -180,6 +180,12 @@ def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+def loss_scale(scaler: torch.amp.GradScaler) -> Tensor | float:
+    """Return the scale of a GradScaler without waiting for the device: a tensor once the scaler has been used."""
+    scale = scaler._get_scale_async()
+    return float(scaler.get_scale()) if scale is None else scale
+
+
 def averages_by_itself(strategy: object) -> bool:
     """Tell whether Lightning's `DDPStrategy` has been told to average models itself."""
     return getattr(strategy, "_model_averaging_period", None) is not None

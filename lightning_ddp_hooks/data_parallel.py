@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Literal, ParamSpec
 
@@ -11,19 +11,20 @@ import torch
 from torch import nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.contract import declaration_text
-from lightning_ddp_hooks.hooks.install import install_hook
+from lightning_ddp_hooks.config import Settings
+from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
-from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
-from lightning_ddp_hooks.join.data_parallel_hook import (
+from lightning_ddp_hooks.join.context import (
     BACKWARD,
     FORWARD,
     FORWARD_WITH_BUFFERS,
     DataParallelJoinHook,
+    Join,
+    Joinable,
+    JoinHook,
 )
-from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
-from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.run import TrainingRun
 
 _P = ParamSpec("_P")
 _ON_ITS_DEVICE = "put the module on its device before, as in `DataParallel(module.to(device))`, and the batches too"
@@ -113,28 +114,18 @@ class DataParallel(nn.Module, Joinable):
         broadcast_buffers: bool = True,
         reducer_backend: Literal["auto", "native", "python"] = "auto",
     ) -> None:
+        given = locals()
         super().__init__()
-        config = ReducerConfig(
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            broadcast_buffers=broadcast_buffers,
-            reducer_backend=reducer_backend,
-        )
-        declared = resolve_hook(comm_hook)
-        self.reducer = Reducer(
-            module, config, process_group=process_group, agree_on={"comm_hook": declaration_text(declared)}
-        )
+        settings = Settings.from_arguments("DataParallel", given, timeout=None)
+        raise_on_conflict(settings.in_fit())
         self.module = module
-        self._sync = True
-        self._step: int | None = None
-        if declared is not None:
-            install_hook(self.reducer, declared, self._clock)
+        # Without a clock of the user's, hooks see the number of synchronised backwards.
+        self._run = TrainingRun(module, settings, process_group=process_group, step=None)
 
-    def _clock(self) -> int:
-        return self.reducer.synced_backwards if self._step is None else self._step
+    @property
+    def reducer(self) -> Reducer:
+        """The gradient reducer."""
+        return self._run.reducer
 
     def set_step(self, step: int) -> None:
         """Set the training step that hooks see; without it they see the number of synchronised backwards.
@@ -147,20 +138,16 @@ class DataParallel(nn.Module, Joinable):
             raise TypeError(f"Expected an int for `step`, got {step!r}.")
         if step < 0:
             raise ValueError(f"Expected `step` to be 0 or more, got {step}.")
-        self._step = step
+        self._run.step = step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; with gradients enabled, prepare for the backward."""
-        if self.reducer.detached:
+        if self._run.closed:
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
         self.reducer.finalize_pending_backward()
-        self.reducer.before_forward(self._announce_forward())
+        self._run.before_forward(self._announce_forward())
         output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            # As in torch, the forward decides whether its backward is synchronised.
-            self.reducer.sync = self._sync
-            if self._sync:
-                self.reducer.watch_backward_of(roots_in(output))
+        self._run.after_forward(output)
         return output
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
@@ -176,17 +163,11 @@ class DataParallel(nn.Module, Joinable):
         """
         declared = resolve_hook((state, hook))
         assert declared is not None
-        install_hook(self.reducer, declared, self._clock)
+        self._run.install_hook(declared)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""
-        before = self._sync
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return self._run.no_sync()
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -267,5 +248,5 @@ class DataParallel(nn.Module, Joinable):
 
     def detach(self) -> nn.Module:
         """Remove all hooks, free buckets and groups, and return the module."""
-        self.reducer.detach()
+        self._run.close()
         return self.module

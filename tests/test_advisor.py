@@ -7,6 +7,7 @@ import pytest
 import torch
 from hook_tools import block_hook_bytes
 
+from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.advisor.advice import Change, Option, advise, align, mb_text, ms_text, table
 from lightning_ddp_hooks.advisor.cost_model import Prediction
 from lightning_ddp_hooks.advisor.profile import BackwardProfile, StepSample, profile_of, slowest
@@ -14,7 +15,6 @@ from lightning_ddp_hooks.cli.candidates import CANDIDATES, DEFAULT
 from lightning_ddp_hooks.cli.hook_cost import measure_hooks
 from lightning_ddp_hooks.cli.target import make_object
 from lightning_ddp_hooks.hooks import BlockQuantize, OneBit
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.traffic import sent_by_rank
 
 # ---------------------------------------------------------------------- what is recommended
@@ -181,7 +181,7 @@ def test_the_yaml_of_a_candidate_makes_the_strategy_that_is_meant(name: str, tmp
     section = yaml.safe_load(candidate.yaml(4.0 if candidate.averager is None else None))["trainer"]["strategy"]
     strategy = make_object(None, section, "strategy", DDPHooksStrategy)
     assert isinstance(strategy, DDPHooksStrategy)
-    hook, averager = strategy._hook, strategy._averager
+    hook, averager = strategy.settings.hook, strategy.settings.averager
     if candidate.hook is None:
         assert hook is None
     else:
@@ -191,7 +191,7 @@ def test_the_yaml_of_a_candidate_makes_the_strategy_that_is_meant(name: str, tmp
         assert type(averager) is type(candidate.averager())
         assert averager.period == candidate.period
     if candidate.averager is None:
-        assert strategy._config.bucket_cap_mb == 4
+        assert strategy.settings.bucket_cap_mb == 4
 
 
 def test_the_default_candidates_are_known() -> None:

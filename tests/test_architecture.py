@@ -14,8 +14,12 @@ PACKAGE = Path(lightning_ddp_hooks.__file__).parent
 LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
-    ["strategy", "fabric", "callbacks"],
-    ["data_parallel", "checkpoint"],
+    ["lightning", "callbacks"],
+    ["data_parallel"],
+    ["run"],
+    ["run_averaging", "run_checks", "optimizer_clock", "loss_scale", "checkpoint"],
+    ["conflicts"],
+    ["config"],
     ["optim"],
     ["join"],
     ["averaging"],
@@ -23,13 +27,10 @@ LAYERS = [
     ["reducer", "health"],
     ["advisor", "monitor"],
     ["comm"],
-    ["traffic", "arguments"],
+    ["traffic"],
     ["_compat"],
 ]
-MAY_IMPORT_LIGHTNING = {
-    *("__init__", "__main__", "cli"),
-    *("strategy", "fabric", "callbacks", "checkpoint", "_compat"),
-}
+MAY_IMPORT_LIGHTNING = {"cli", "lightning", "callbacks", "_compat"}
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}
 MAKE_FLOATS = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "linspace", "eye")}
 
@@ -69,6 +70,14 @@ def test_a_module_imports_only_downward_and_what_it_may(path: Path) -> None:
             assert part in MAY_IMPORT_LIGHTNING, f"{part} must not import Lightning: {name}"
         if name.startswith("torch.distributed"):
             assert part in MAY_IMPORT_DISTRIBUTED, f"{part} must go through comm.py: {name}"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_callbacks_know_the_strategy_and_not_the_other_way_round(path: Path) -> None:
+    if _part(path) not in ("strategy", "fabric", "lightning") or path.parent.name == "callbacks":
+        return
+    for name in _imports(path):
+        assert not name.startswith(("lightning_ddp_hooks.callbacks", "lightning_ddp_hooks.lightning.callbacks")), name
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))

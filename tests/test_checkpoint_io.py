@@ -17,7 +17,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_ddp_hooks import DDPHooksStrategy
-from lightning_ddp_hooks.strategy.checkpoint_io import AtomicCheckpointIO
+from lightning_ddp_hooks.lightning.checkpoint_io import AtomicCheckpointIO
 
 IO = AtomicCheckpointIO()
 

@@ -217,6 +217,9 @@ def misuse() -> None:
         model.join()
     with pytest.raises(KeyError), model.join():
         raise KeyError
+    counters = [Counter() for _ in range(3)]
+    with pytest.raises(RuntimeError, match="announced different collectives"), Join(counters):
+        Join.notify(counters[2 * dist.get_rank()], wait=True)
 
 
 @pytest.mark.ranks

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
-from lightning_ddp_hooks.join.batches import emptied
-from lightning_ddp_hooks.join.samplers import remove_padding
-from lightning_ddp_hooks.join.steps import DIVISORS, Step
+from lightning_ddp_hooks.join.agreement import DIVISORS, Step
+from lightning_ddp_hooks.join.data import emptied, remove_padding
 
 Point = namedtuple("Point", ["x", "label"])
 
@@ -60,7 +59,6 @@ def test_even_steps_leave_the_loss_as_it_is() -> None:
     step = Step(1, (True, True), (4, 4))
     assert [step.loss_factor(divisor) for divisor in DIVISORS] == [1.0, 1.0, 1.0]
     assert not step.tail
-    assert Step(0, (False, False), (0, 0)).over
 
 
 @pytest.mark.parametrize(("samples", "world_size"), [(17, 3), (2, 3), (12, 4), (1, 5)])

@@ -93,6 +93,14 @@ def test_spans_of_a_lane_nest() -> None:
             stack.append(end)
 
 
+def test_an_error_that_is_not_finite_is_null_in_a_trace() -> None:
+    [step] = sample_steps(1)
+    step = replace(step, buckets=tuple(replace(bucket, error=float("inf")) for bucket in step.buckets))
+    spans = json.loads(json.dumps(build_trace([step]), allow_nan=False))["traceEvents"]
+    errors = [span["args"]["relative_error"] for span in spans if span["name"].startswith("bucket ")]
+    assert errors == [None] * 3
+
+
 def test_a_trace_of_nothing() -> None:
     assert [event["ph"] for event in build_trace([])["traceEvents"]] == ["M", "M"]
 

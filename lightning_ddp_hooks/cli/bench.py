@@ -22,7 +22,7 @@ from lightning_ddp_hooks.cli import target as target_options
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import QUIET, StepCallback, fit_arguments
 from lightning_ddp_hooks.cli.target import Target
-from lightning_ddp_hooks.strategy import DDPHooksStrategy
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
 DESCRIPTION = """\
 Measure a training step of your LightningModule with each communication hook.

@@ -1,93 +1,125 @@
-"""Ranks tell each other, one step ahead, who still has a batch: one small asynchronous collective.
+"""Which ranks take part in a step, and how they agree on it: one small asynchronous collective, one step ahead.
 
-A rank that knows how many batches it has left says so too; then it is certain for as many steps who is active, and
-there is nothing to agree on in them.
+Notation: W ranks, of which A are *active* (have a batch) in a step; rank r holds n_r samples. A rank that has run out
+of batches has *joined*; a step in which some rank has joined belongs to the *tail*.
+
+A rank that knows how many batches it has left says so too; for as many steps the active ranks are certain, and nothing
+is exchanged.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.join.steps import Step
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 
-_COLUMNS = 4
-_FOR_EVER = 1 << 40
+Divisor = Literal["active", "samples", "world"]
+DIVISORS: tuple[Divisor, ...] = ("active", "samples", "world")
+_UNBOUNDED = 1 << 40
 
 
-class Agreed(NamedTuple):
-    """What the ranks have agreed on.
+@dataclass(frozen=True)
+class Step:
+    """What all ranks know of one step: who has a batch, and the number of samples in it (0 unless they are counted)."""
 
-    Attributes:
-        step: the step.
-        needs_template: whether some rank that has never had a batch needs to be shown what one looks like.
-        certain_steps: for how many steps, from this one on, the same ranks are active.
-    """
+    rank: int  # of this process
+    active: tuple[bool, ...]
+    samples: tuple[int, ...]
 
-    step: Step
-    needs_template: bool
-    certain_steps: int
+    @cached_property
+    def joined(self) -> bool:
+        """Whether this rank has no batch."""
+        return not self.active[self.rank]
+
+    @cached_property
+    def tail(self) -> bool:
+        """Whether some rank has no batch."""
+        return not all(self.active)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The active ranks."""
+        return tuple(rank for rank, has_batch in enumerate(self.active) if has_batch)
+
+    @property
+    def first(self) -> int:
+        """The lowest active rank, which speaks for all of them."""
+        return self.ranks[0]
+
+    def loss_factor(self, divisor: Divisor) -> float:
+        """Return the factor on an active rank's loss that makes the mean over all W ranks the wanted mean.
+
+        That is W / A for ``"active"``, the mean over the active ranks; W n_r / sum(n) for ``"samples"``, the mean over
+        all samples of the step if losses are means over samples; 1 for ``"world"``, the sum divided by W.
+        """
+        if divisor == "samples":
+            total = sum(self.samples)
+            return len(self.active) * self.samples[self.rank] / total if total else 0.0
+        return len(self.active) / len(self.ranks) if divisor == "active" else 1.0
+
+
+def active_text(ranks: tuple[int, ...]) -> str:
+    """Name the active ranks in a message."""
+    return f"only {ranks_text(ranks)} still {'has' if len(ranks) == 1 else 'have'} data"
+
+
+class PendingRows(NamedTuple):
+    """A row of numbers from each rank, while they are exchanged."""
+
+    table: torch.Tensor
+    work: comm.Work
+
+    def wait(self) -> list[list[int]]:
+        """Wait for all ranks and return their rows."""
+        self.work.wait()
+        rows: list[list[int]] = self.table.tolist()
+        return rows
+
+
+def post_row(row: Sequence[int], group: comm.ProcessGroup) -> PendingRows:
+    """Send a row of numbers to all ranks: each fills its own row of a zero matrix, which is summed; collective."""
+    table = torch.zeros(comm.world_size(group), len(row), dtype=torch.int64)
+    table[comm.rank(group)] = torch.tensor(row)
+    return PendingRows(table, comm.start_sum(table, group))
 
 
 class StepAgreement:
-    """Agrees on steps over a CPU group.
+    """Agrees on steps over a CPU group that nothing else uses.
 
-    Each rank fills its row of a zero matrix with (has a batch, samples in it, needs a template, batches it certainly
-    has); the sum over the ranks tells all rows to all. It is posted when the next batch is at hand and awaited when
-    that batch is due, so that it costs next to nothing.
-
-    Args:
-        group: a CPU group that nothing else uses.
+    A row is posted when the next batch has been fetched, and the others' awaited when that batch is due, so that the
+    latency is hidden.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
         self.group = group
         self.count = 0
-        self._rank, self._world_size = comm.rank(group), comm.world_size(group)
-        self._posted: PendingStep | None = None
+        self._posted: PendingRows | None = None
 
-    def post(self, has_batch: bool, samples: int, needs_template: bool, certain: int = 1) -> PendingStep:
-        """Tell the others about this rank's next step; a collective call.
-
-        Args:
-            has_batch: whether this rank has one for the step.
-            samples: in that batch; 0 if nobody counts them.
-            needs_template: whether this rank has never had a batch.
-            certain: how many batches this rank surely has, that of the step included.
-        """
-        row = (int(has_batch), samples, int(needs_template), certain if has_batch else _FOR_EVER)
-        numbers = [0] * (_COLUMNS * self._world_size)
-        numbers[_COLUMNS * self._rank : _COLUMNS * (self._rank + 1)] = row
-        rows = torch.tensor(numbers, dtype=torch.int64)
+    def post(self, has_batch: bool, samples: int, needs_template: bool, certain: int = 1) -> PendingRows:
+        """Tell the others about this rank's next step, and how many batches it ``certain``-ly has; collective."""
         self.count += 1
-        self._posted = PendingStep(self._rank, rows, comm.start_sum(rows, self.group))
+        row = (has_batch, samples, needs_template, certain if has_batch else _UNBOUNDED)
+        self._posted = post_row(row, self.group)
         return self._posted
+
+    def wait(self, posted: PendingRows) -> tuple[Step, bool, int]:
+        """Wait for all ranks.
+
+        Returns:
+            The step; whether a rank that has never had a batch must be shown the structure of one; and the number of
+            steps, from this one on, with the same active ranks.
+        """
+        has_batch, samples, needs, certain = zip(*posted.wait(), strict=True)
+        needs_template = any(lacks and not has for lacks, has in zip(needs, has_batch, strict=True))
+        return Step(comm.rank(self.group), tuple(map(bool, has_batch)), samples), needs_template, min(certain)
 
     @property
     def pending(self) -> bool:
-        """Whether other ranks have yet to say something."""
-        return self._posted is not None and not self._posted.done()
-
-
-class PendingStep:
-    """A step on which the ranks are agreeing."""
-
-    def __init__(self, rank: int, rows: torch.Tensor, work: comm.Work) -> None:
-        self._rank = rank
-        self._rows = rows
-        self._work = work
-
-    def done(self) -> bool:
-        """Tell whether all ranks have posted."""
-        return bool(self._work.is_completed())
-
-    def wait(self) -> Agreed:
-        """Return what was agreed on."""
-        self._work.wait()
-        numbers = self._rows.tolist()
-        has_batch, samples, needs, certain = (numbers[column::_COLUMNS] for column in range(_COLUMNS))
-        step = Step(self._rank, tuple(map(bool, has_batch)), tuple(samples))
-        needs_template = any(lacks and not has for lacks, has in zip(needs, has_batch, strict=True))
-        return Agreed(step, needs_template, min(certain))
+        """Whether other ranks have yet to post."""
+        return self._posted is not None and not self._posted.work.is_completed()

@@ -19,17 +19,14 @@ from typing import Any
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.reducer.agreement import ranks_text
+from lightning_ddp_hooks.join.agreement import PendingRows, active_text, post_row
+from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.replicate import broadcast_tensors
 
 
 @dataclass(frozen=True)
 class Event:
-    """One announcement.
-
-    Attributes:
-        active: the ranks that announced it, in ascending order.
-        kind: what the joinable said about it.
-    """
+    """One announcement: the ranks that made it, in ascending order, and what the joinable said about it."""
 
     active: tuple[int, ...]
     kind: int
@@ -124,9 +121,7 @@ class Join:
         self._parent = joinables[0].join_process_group
         self._hooks: list[JoinHook] = []
         self._group: comm.ProcessGroup | None = None
-        self._posted: list[comm.Work] = []
-
-    # ------------------------------------------------------------------ active ranks
+        self._posted: list[PendingRows] = []
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> None:
@@ -151,30 +146,18 @@ class Join:
         join = joinable._join
         if join is None:
             return None
-        return join._announce(join._joinables.index(joinable), kind, wait)
-
-    def _announce(self, index: int, kind: int, wait: bool) -> Event | None:
-        message, work = self._exchange(active=True, index=index, kind=kind)
-        if not (wait or self._throw):
-            self._posted = [*(sent for sent in self._posted if not sent.is_completed()), work]
+        assert join._group is not None
+        posted = post_row((True, join._joinables.index(joinable), kind), join._group)
+        if not (wait or join._throw):
+            join._posted = [*(sent for sent in join._posted if not sent.work.is_completed()), posted]
             return None
-        work.wait()
-        event, _ = _read(message)
-        if self._throw and len(event.active) < len(message) - 2:
+        rows = posted.wait()
+        event, _ = _read(rows)
+        if join._throw and len(event.active) < len(rows):
             raise RuntimeError(
                 "Detected at least one rank that exhausted inputs. Throwing across all ranks: " + _throw_text(event)
             )
         return event
-
-    def _exchange(self, *, active: bool, index: int, kind: int) -> tuple[torch.Tensor, comm.Work]:
-        assert self._group is not None
-        message = torch.zeros(comm.world_size(self._group) + 2, dtype=torch.int64)
-        if active:
-            message[comm.rank(self._group)] = 1
-            message[-2], message[-1] = index, kind
-        return message, comm.all_reduce(message, self._group)
-
-    # ------------------------------------------------------------------ joined ranks
 
     def __enter__(self) -> Join:
         if self._enable:
@@ -198,9 +181,7 @@ class Join:
         assert self._group is not None
         is_last_joiner = True
         while True:
-            message, work = self._exchange(active=False, index=0, kind=0)
-            work.wait()
-            event, index = _read(message)
+            event, index = _read(post_row((False, 0, 0), self._group).wait())
             if not event.active:
                 break
             if self._throw:
@@ -215,16 +196,49 @@ class Join:
 
 def _throw_text(event: Event) -> str:
     return (
-        f"only {ranks_text(event.active)} still {'has' if len(event.active) == 1 else 'have'} data. Leave out "
-        "`throw_on_early_termination` to have the others shadow what they do."
+        f"{active_text(event.active)}. Leave out `throw_on_early_termination` to have the others shadow what they do."
     )
 
 
-def _read(message: torch.Tensor) -> tuple[Event, int]:
+def _read(rows: list[list[int]]) -> tuple[Event, int]:
     """Return the event, and the position of the joinable that announced it."""
-    *flags, index, kind = message.tolist()
-    active = tuple(rank for rank, flag in enumerate(flags) if flag)
-    count = max(1, len(active))  # all active ranks say the same, so that the sum tells it
-    if index % count or kind % count:
+    active = tuple(rank for rank, (is_active, *_) in enumerate(rows) if is_active)
+    announced = {(index, kind) for is_active, index, kind in rows if is_active} or {(0, 0)}
+    if len(announced) > 1:
         raise RuntimeError("Ranks announced different collectives: in a Join context all do the same in each step.")
-    return Event(active, kind // count), index // count
+    index, kind = announced.pop()
+    return Event(active, kind), index
+
+
+# ---------------------------------------------------------------------- data parallelism
+
+FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
+"""The kinds of events: a backward under ``no_sync`` announces nothing, so joined ranks need not be told of it."""
+
+
+class DataParallelJoinHook(JoinHook):
+    """Shadows the collectives of a data-parallel module, then takes over the final model."""
+
+    def __init__(self, module: torch.nn.Module, reducer: Reducer, *, divide_by_initial_world_size: bool) -> None:
+        self._module = module
+        self._reducer = reducer
+        self._by_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Broadcast buffers, or reduce zeros through the registered hook."""
+        event = self.event
+        if event.kind == FORWARD_WITH_BUFFERS:
+            self._reducer.buffers.refresh(event.active[0])
+        elif event.kind == BACKWARD:
+            if not self._by_world_size:
+                self._reducer.set_divisor(len(event.active))
+            self._reducer.shadow_backward()
+
+    @torch.no_grad()
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the final model from the lowest of the last joiners."""
+        reducer = self._reducer
+        reducer.on_backward_begin = None
+        reducer.set_divisor(reducer.world_size)
+        source = post_row((is_last_joiner,), reducer.control_group).wait().index([1])
+        broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)

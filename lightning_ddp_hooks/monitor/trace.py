@@ -6,6 +6,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def _step_events(step: StepTiming, rank: int, origin: float) -> list[dict[str, A
             "sent_bytes": bucket.sent_bytes,
         }
         if bucket.error is not None:
-            args["relative_error"] = bucket.error
+            args["relative_error"] = bucket.error if math.isfinite(bucket.error) else None  # as JSON has it
         events.append(span("hook", lane, bucket.ready, bucket.launched))
         events.append(span(f"bucket {bucket.index}", lane, *bucket.in_flight, **args))
     counter = {"name": "bytes sent", "ph": "C", "pid": rank, "ts": _us(step.begin - origin)}

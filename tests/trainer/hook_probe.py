@@ -72,12 +72,12 @@ class Probe(Net):
                 self.reduced[name] += param.grad.double()
 
     def on_train_end(self) -> None:
-        strategy = self.trainer.strategy
+        run = self.trainer.strategy.run
         owed: State = {}
-        if strategy._bound_hook is not None:
-            collect_residuals(strategy._bound_hook.state_dict(), owed)
-            self.stats = strategy._bound_hook.stats()
-        self.owed = {name: value.double() / strategy._loss_scale for name, value in owed.items()}
+        if run.bound_hook is not None:
+            collect_residuals(run.bound_hook.state_dict(), owed)
+            self.stats = run.bound_hook.stats()
+        self.owed = {name: value.double() / run.loss_scale.value for name, value in owed.items()}
 
 
 def collect_residuals(state: Any, found: State) -> None:

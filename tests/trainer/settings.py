@@ -1,6 +1,6 @@
 """The settings whose combinations are tested, axis by axis, and which of them go together.
 
-The first setting of an axis is its default. `lightning_ddp_hooks.strategy.combinations` says which two do not go
+The first setting of an axis is its default. `lightning_ddp_hooks.conflicts` says which two do not go
 together; `covering` puts all others into as few runs as it can.
 """
 
@@ -14,6 +14,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager, SlowMo
+from lightning_ddp_hooks.config import FitSettings
+from lightning_ddp_hooks.conflicts import RULES
 from lightning_ddp_hooks.hooks import (
     BlockQuantize,
     Cast,
@@ -27,9 +29,7 @@ from lightning_ddp_hooks.hooks import (
     Stage,
     TopK,
 )
-from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.optim import OptimizerInHook
-from lightning_ddp_hooks.strategy.combinations import RULES, Run
 
 START = 2
 """The step from which on averagers average models, and post-local SGD gradients within subgroups."""
@@ -162,10 +162,12 @@ def settings_by_axis(world_size: int, period: int = 1) -> dict[str, list[Setting
 
 
 OTHER_RUNS = (
-    Run(averager=PeriodicModelAverager(period=4, warmup_steps=10), hook=PostLocalSGD(start_local_sgd_iter=20)),
-    Run(averager=PeriodicModelAverager(period=4), hook=PowerSGD(rank=2)),
-    Run(optimizer_in_hook=OptimizerInHook(), late="MyModule overrides `optimizer_step`"),
-    Run(save_replicas=False),
+    FitSettings(
+        averager=PeriodicModelAverager(period=4, warmup_steps=10), comm_hook=PostLocalSGD(start_local_sgd_iter=20)
+    ),
+    FitSettings(averager=PeriodicModelAverager(period=4), comm_hook=PowerSGD(rank=2)),
+    FitSettings(optimizer_in_hook=OptimizerInHook(), late="MyModule overrides `optimizer_step`"),
+    FitSettings(save_replicas=False),
 )
 """What the rules speak of besides the settings of these axes."""
 
@@ -178,14 +180,12 @@ def merged(settings: Sequence[Setting], part: str) -> dict[str, Any]:
     return {key: value for setting in settings for key, value in (getattr(setting, part) or {}).items()}
 
 
-def run_of(settings: Sequence[Setting]) -> Run:
+def run_of(settings: Sequence[Setting]) -> FitSettings:
     """Return what the strategy would make of the settings."""
     strategy, trainer, inputs = merged(settings, "strategy"), merged(settings, "trainer"), merged(settings, "inputs")
-    facts = {name: value for name, value in strategy.items() if name in Run.__dataclass_fields__}
     uneven = any(setting.inputs is not None for setting in settings)
-    return Run(
-        **facts,
-        hook=resolve_hook(strategy.get("comm_hook")),
+    return FitSettings(
+        **strategy,
         policy=inputs.get("policy", "join") if uneven else None,
         divisor=inputs.get("divisor", "active") if uneven else None,
         manual="manual" in merged(settings, "module"),

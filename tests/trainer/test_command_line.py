@@ -152,7 +152,7 @@ def test_a_pair_of_state_and_function_is_taken_by_the_functions_path(command_lin
     path = f"{fp16_compress_hook.__module__}.fp16_compress_hook"
     strategy = command_line(STRATEGY, f"--trainer.strategy.comm_hook=[null, {path}]").trainer.strategy
 
-    assert strategy._hook == hooks.TorchHook(hook=fp16_compress_hook)
+    assert strategy.settings.hook == hooks.TorchHook(hook=fp16_compress_hook)
 
 
 @pytest.mark.parametrize(

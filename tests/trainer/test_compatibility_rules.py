@@ -10,7 +10,8 @@ from settings import OTHER_RUNS, covering, pairs, run_of, said, settings_by_axis
 from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import UnevenInputs
-from lightning_ddp_hooks.strategy.combinations import RULES, Run, idle, refuse
+from lightning_ddp_hooks.config import FitSettings
+from lightning_ddp_hooks.conflicts import RULES, raise_on_conflict, warn_no_effect
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 AXES = settings_by_axis(world_size=2)
@@ -19,7 +20,7 @@ AXES = settings_by_axis(world_size=2)
 def test_every_setting_works_by_itself() -> None:
     for settings in AXES.values():
         for setting in settings:
-            refuse(run_of([setting]))
+            raise_on_conflict(run_of([setting]))
 
 
 def test_every_rule_speaks_of_some_run() -> None:
@@ -30,9 +31,9 @@ def test_every_rule_speaks_of_some_run() -> None:
 
 def test_no_rule_speaks_of_the_defaults() -> None:
     for rule in RULES:
-        assert rule.found(Run()) is None
-    refuse(Run())
-    assert not list(idle(Run()))
+        assert rule.found(FitSettings()) is None
+    raise_on_conflict(FitSettings())
+    assert not list(warn_no_effect(FitSettings()))
 
 
 def test_combinations_cover_every_pair_that_goes_together() -> None:

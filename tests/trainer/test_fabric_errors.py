@@ -79,6 +79,7 @@ def test_it_takes_the_trainers_strategys_arguments_where_fabric_has_what_they_ne
         "average_before_eval",  # evaluation is the user's: `averaged_model`
         "gradient_weighting",  # neither batches nor losses pass through the strategy
         "skip_missing_loss",
+        "check_logged_values",
         "ddp_comm_hook",
         "ddp_comm_state",
         "ddp_comm_wrapper",
@@ -327,7 +328,7 @@ def use_standalone_package() -> list[str]:
         from lightning_fabric import Fabric as StandaloneFabric
     return [
         error_of(lambda strategy=strategy: StandaloneFabric(strategy=strategy, accelerator="cpu", devices=2))
-        for strategy in ("ddp_hooks", "ddp_hooks_spawn", FabricDDPHooksStrategy())
+        for strategy in ("ddp_hooks", "ddp_hooks_spawn")
     ]
 
 

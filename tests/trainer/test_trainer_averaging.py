@@ -229,6 +229,21 @@ def fit_plain_ddp(path):
     return trainer.global_step
 
 
+def go_on_with_an_averager(folder):
+    saver = ModelCheckpoint(Path(folder), "{step}", save_on_train_epoch_end=True)
+    options = {**EXACT, "max_epochs": 1, "enable_checkpointing": True}
+    make_trainer("ddp", callbacks=[saver], **options).fit(make_module(WithBuffers))
+    watch = Watch()
+    trainer = make_trainer("ddp", callbacks=[ModelAveraging(PERIODIC), watch], **EXACT)
+    trainer.fit(make_module(WithBuffers), ckpt_path=Path(folder) / "step=4.ckpt")
+    return watch.steps
+
+
+def test_on_plain_ddp_steps_before_a_checkpoint_without_averager_count(tmp_path):
+    # Steps 4 to 7, of which step 5 averages.
+    assert run_ranks(go_on_with_an_averager, str(tmp_path)) == [[False, True, False, False]] * 2
+
+
 def four_in_two_groups(settings):
     module, watch = make_module(Net), Watch()
     make_trainer(settings, callbacks=[watch], **{**EXACT, "max_steps": 5}).fit(module)

@@ -1,6 +1,5 @@
-"""Ranks that log different things with ``sync_dist=True`` get an error with rank and key, not a wrong average."""
+"""With ``check_logged_values`` ranks that log different things get an error with rank and key, not a wrong average."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,14 +46,18 @@ class Logging(Net):
         self.log("val_largest", self.cat.compute().max(), sync_dist=True, reduce_fx="max")
 
 
-def fit(module_class: type[Net], strategy: Any = "ddp_hooks", **options: Any) -> dict[str, float]:
+CHECKED = {"check_logged_values": True}
+
+
+def fit(module_class: type[Net], strategy: Any = CHECKED, **options: Any) -> dict[str, float]:
     trainer = make_trainer(strategy, **{"max_epochs": 1, "use_distributed_sampler": False, **options})
     trainer.fit(make_module(module_class))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_what_is_logged_is_reduced_exactly() -> None:
-    results = run_ranks(fit, Logging)
+@pytest.mark.parametrize("strategy", [CHECKED, "ddp_hooks"], ids=["checked", "unchecked"])
+def test_what_is_logged_is_reduced_exactly(strategy: Any) -> None:
+    results = run_ranks(fit, Logging, strategy)
     weights, values = [2, 2, 2, 2, 2, 1], [0, 10, 1, 11, 21, 31]  # Lightning alone would divide by 11 // 2
     expected = {
         "step": 15.5,
@@ -71,7 +74,7 @@ def test_what_is_logged_is_reduced_exactly() -> None:
 
 
 def validate(module_class: type[Net]) -> Any:
-    return make_trainer("ddp_hooks", use_distributed_sampler=False).validate(make_module(module_class), verbose=False)
+    return make_trainer(CHECKED, use_distributed_sampler=False).validate(make_module(module_class), verbose=False)
 
 
 def just_mine(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -255,7 +258,7 @@ class OwnBarrier(Net):
 
 
 def fit_with_watch(module_class: type[Net]) -> None:
-    fit(module_class, DDPHooksStrategy(failure_timeout=1.5), max_epochs=2)
+    fit(module_class, DDPHooksStrategy(failure_timeout=1.5, **CHECKED), max_epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -280,15 +283,32 @@ def test_logs_agree_with_uneven_inputs_too() -> None:
         assert result["val_mean"] == pytest.approx(74 / 6)
 
 
-def nothing_is_left(make: Callable[..., Any]) -> list[int]:
+def nothing_is_left() -> list[int]:
     """Return the number of process groups after each of some fits."""
     counts = []
     for _ in range(3):
-        fit(Logging, make())
+        fit(Logging)
         counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
     return counts
 
 
+class SeesLogging(Net):
+    def on_fit_start(self) -> None:
+        results = self.trainer.fit_loop.epoch_loop._results
+        self.patched = "log" in vars(results)
+
+
+def is_logging_patched(strategy: Any) -> bool:
+    module = make_module(SeesLogging)
+    make_trainer(strategy, max_epochs=1).fit(module)
+    return module.patched
+
+
+def test_lightnings_logging_is_followed_only_where_it_is_asked_for() -> None:
+    assert run_ranks(is_logging_patched, CHECKED) == [True, True]
+    assert run_ranks(is_logging_patched, "ddp_hooks") == [False, False]
+
+
 def test_no_group_outlives_its_fit() -> None:
-    for counts in run_ranks(nothing_is_left, DDPHooksStrategy):
+    for counts in run_ranks(nothing_is_left):
         assert len(set(counts)) == 1

@@ -164,7 +164,7 @@ trainer:
     quiet = {key: value for key, value in QUIET.items() if key != "accelerator"}
     args = ["--seed_everything=0", "--config", str(config)]
     cli = LightningCLI(Net, args=args, run=False, save_config_callback=None, trainer_defaults=quiet)
-    assert cli.trainer.strategy._optimizer_in_hook == OptimizerInHook(shard=True, interleaved=False)
+    assert cli.trainer.strategy.settings.optimizer_in_hook == OptimizerInHook(shard=True, interleaved=False)
 
 
 class OtherOrder(Net):

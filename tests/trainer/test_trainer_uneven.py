@@ -15,6 +15,7 @@ from uneven_runs import COUNTS, WORLD, Shard, Stream, UnevenNet, fit_uneven, fit
 
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import UnevenInputs
+from lightning_ddp_hooks.optim import OptimizerInHook
 
 pytestmark = [pytest.mark.ranks, pytest.mark.trainer]
 
@@ -95,6 +96,38 @@ def test_accumulation_with_uneven_tails() -> None:
             {"divisor": "samples"},
             {"accumulate_grad_batches": 2},
         ),
+    )
+
+
+def fit_counting_reductions(module_class: type[UnevenNet], accumulate: int, settings: dict[str, Any]) -> int:
+    calls = 0
+
+    def hook(state: object, bucket: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return allreduce_hook(None, bucket)
+
+    fit_uneven(module_class, {"comm_hook": (None, hook), **settings}, {}, {"accumulate_grad_batches": accumulate})
+    return calls
+
+
+@pytest.mark.parametrize("module_class", [Second, Unknown])
+def test_an_accumulation_window_in_the_tail_is_reduced_once(module_class: type[UnevenNet]) -> None:
+    windows = 2 * (-(-max(module_class.counts) // 3))  # two epochs; the model is one bucket
+    assert run_ranks(fit_counting_reductions, module_class, 3, {}, world_size=WORLD) == [windows] * WORLD
+    # With an averager too, where the tail alone is reduced: a rank without data follows those that have some.
+    tail = len({index // 3 for index in range(min(module_class.counts), max(module_class.counts))})
+    averaged = {"averager": PeriodicModelAverager(period=2)}
+    assert run_ranks(fit_counting_reductions, module_class, 3, averaged, world_size=WORLD) == [2 * tail] * WORLD
+
+
+def test_accumulation_in_the_tail_under_other_settings() -> None:
+    every_two = {"accumulate_grad_batches": 2}
+    check(
+        (Branches, "ddp_hooks_find_unused_parameters_true", {}, every_two),
+        (Second, {"optimizer_in_hook": OptimizerInHook(shard=True)}, {}, every_two),
+        (Scheduled, {"optimizer_in_hook": OptimizerInHook(shard=True, overlap=False)}, {}, every_two),
+        (PlainSgd, {"averager": PeriodicModelAverager(period=1)}, {}, {"accumulate_grad_batches": 3}),
     )
 
 

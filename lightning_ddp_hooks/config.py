@@ -1,0 +1,242 @@
+"""What a user sets: each setting once, with its default, who takes it, and what is checked of its value.
+
+The signatures of `DDPHooksStrategy`, `FabricDDPHooksStrategy` and `DataParallel` are written out, since command lines
+and type checkers read them; a test compares them with the fields here. Which settings go together is in conflicts.py.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import torch
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.hooks.alike import alike_until
+from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text
+from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
+from lightning_ddp_hooks.optim.replicas import diverging_part
+from lightning_ddp_hooks.reducer.config import ReducerConfig
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+Taker = Literal["DDPHooksStrategy", "FabricDDPHooksStrategy", "DataParallel"]
+
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss", "check_logged_values")
+
+
+def replicas_differ_from(hook: CommHook | None) -> int | None:
+    """Return the first step from which ranks may hold different models under a hook; None for never."""
+    first = alike_until(hook)
+    return None if first == math.inf else int(first)
+
+
+def name_of_differing(hook: CommHook | None) -> str | None:
+    """Name the hook, or the part of it, that gives ranks different gradients; None if they all get the same."""
+    return diverging_part(hook)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ReducerConfig):
+    """All settings of a training run; what each means is documented where users set it, in `DDPHooksStrategy`.
+
+    Values are checked by `check`, so that the rules of conflicts.py can be asked about any combination.
+    """
+
+    comm_hook: HookLike | None = None
+    averager: ModelAverager | None = None
+    save_replicas: bool = True
+    optimizer_in_hook: OptimizerInHook | None = None
+    process_group_backend: str | None = None
+    timeout: timedelta | None = comm.DEFAULT_TIMEOUT
+    failure_timeout: float | None = 30.0
+    check_replicas_every_n_steps: int | None = None
+    detect_nonfinite: bool = False
+    start_method: StartMethod = "popen"
+    average_before_eval: bool = True
+    gradient_weighting: Literal["ranks", "samples"] = "ranks"
+    skip_missing_loss: Literal["zeros", "all"] = "zeros"
+    check_logged_values: bool = False
+
+    def __post_init__(self) -> None:
+        """Find the hook that a short name or a pair stands for."""
+        object.__setattr__(self, "comm_hook", resolve_hook(self.comm_hook))
+
+    @classmethod
+    def from_arguments(cls, taker: Taker, arguments: Mapping[str, Any], **fixed: Any) -> Settings:
+        """Return the settings that a constructor was given, checked.
+
+        Args:
+            taker: the class whose constructor it is.
+            arguments: its arguments by name; others than its settings are left out.
+            fixed: settings that it does not take.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value out of range.
+        """
+        settings = cls(**{name: arguments[name] for name in settings_of(taker)}, **fixed)
+        settings.check()
+        return settings
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The communication hook; None for the mean."""
+        return cast("CommHook | None", self.comm_hook)
+
+    def reducer_config(self) -> ReducerConfig:
+        """Return the reducer's part, checked."""
+        return ReducerConfig(**{entry.name: getattr(self, entry.name) for entry in fields(ReducerConfig)})
+
+    def check(self) -> None:
+        """Make sure that each value is right by itself.
+
+        Raises:
+            TypeError: a value of the wrong type.
+            ValueError: a value out of range.
+        """
+        self.reducer_config()
+        for name, kind in (("averager", ModelAverager), ("optimizer_in_hook", OptimizerInHook)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                article = "an" if kind is OptimizerInHook else "a"
+                raise TypeError(f"Expected {article} {kind.__name__} for `{name}`, got {type(value).__name__}.")
+        for name in ("average_before_eval", "save_replicas", "detect_nonfinite", "check_logged_values"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")
+        _check_choice("gradient_weighting", self.gradient_weighting, ("ranks", "samples"))
+        _check_choice("skip_missing_loss", self.skip_missing_loss, ("zeros", "all"))
+        _check_choice("start_method", self.start_method, _START_METHODS)
+        _check_timeout(self.timeout)
+        _check_failure_timeout(self.failure_timeout)
+        _check_interval(self.check_replicas_every_n_steps)
+        _check_backend_name(self.process_group_backend, comm.backend_names())
+
+    def to_agree_on(self) -> dict[str, object]:
+        """Return what must be the same on all ranks beside the reducer's part, by name."""
+        of_averager = ("save_replicas", "average_before_eval") if self.averager is not None else ()
+        names = ("gradient_weighting", "skip_missing_loss", *of_averager, "failure_timeout", "detect_nonfinite")
+        return {
+            "comm_hook": declaration_text(self.hook),
+            "averager": declaration_text(self.averager),
+            "optimizer_in_hook": repr(self.optimizer_in_hook),
+            **{name: getattr(self, name) for name in (*names, "check_replicas_every_n_steps", "check_logged_values")},
+        }
+
+    def in_fit(self, **facts: Any) -> FitSettings:
+        """Return these settings with what is known of a fit; see `FitSettings`."""
+        return FitSettings(**{entry.name: getattr(self, entry.name) for entry in fields(Settings)}, **facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings(Settings):
+    """Settings with what Trainer, module and callbacks say; what is not known yet contradicts nothing.
+
+    Attributes:
+        policy: Policy of `UnevenInputs`; None without it.
+        divisor: Divisor of `UnevenInputs`; None without it.
+        manual: Whether the module optimises manually.
+        gradient_clip_val: The Trainer's setting of this name.
+        accumulate_grad_batches: The Trainer's setting of this name.
+        scaler: Whether a GradScaler scales the loss.
+        late: What wants to see or change gradients between the backward and the step, as in "MyModule overrides
+            `optimizer_step`"; None if nothing does.
+    """
+
+    policy: str | None = None
+    divisor: str | None = None
+    manual: bool = False
+    gradient_clip_val: float | None = None
+    accumulate_grad_batches: int = 1
+    scaler: bool = False
+    late: str | None = None
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether the optimizer is stepped while gradients still come."""
+        return self.optimizer_in_hook is not None and self.optimizer_in_hook.overlap
+
+    @property
+    def differing(self) -> str | None:
+        """The name of a hook, or of a part of it, that leaves ranks with different gradients."""
+        return name_of_differing(self.hook)
+
+
+def settings_of(taker: Taker) -> list[str]:
+    """Return the names of the settings that a constructor takes."""
+    names = [entry.name for entry in fields(Settings)]
+    if taker == "DataParallel":
+        return ["comm_hook", *(entry.name for entry in fields(ReducerConfig))]
+    return [name for name in names if taker == "DDPHooksStrategy" or name not in _TRAINER_ONLY]
+
+
+# ---------------------------------------------------------------------- single values
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
+
+
+def _check_timeout(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, timedelta):
+        raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {value!r}.")
+    if value < timedelta(0):
+        raise ValueError(f"Expected a `timeout` that is not negative, got {value!r}.")
+
+
+def _check_backend_name(value: object, known: Sequence[str]) -> None:
+    """Take the name of a backend, or one for each kind of device (``"cpu:gloo,cuda:nccl"``)."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise TypeError(f"Expected a name such as 'gloo' for `process_group_backend`, got {value!r}.")
+    parts = [part.rpartition(":") for part in value.split(",")]
+    if any(name.lower() not in known for *_, name in parts):
+        raise ValueError(
+            f"Expected a backend of torch.distributed for `process_group_backend`, got {value!r}; known are "
+            f"{', '.join(known)}. One of your own has to be registered first."
+        )
+    devices = [device for device, colon, _ in parts if colon]
+    if len(devices) < len(parts) > 1 or len(set(devices)) < len(devices) or not all(map(_is_device, devices)):
+        raise ValueError(
+            "Expected `process_group_backend` to name a backend, or one for each kind of device, as in "
+            f"'cpu:gloo,cuda:nccl', got {value!r}."
+        )
+
+
+def _is_device(name: str) -> bool:
+    try:
+        return torch.device(name).index is None
+    except RuntimeError:
+        return False
+
+
+def _check_failure_timeout(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {value!r}.")
+    if not 0 < value <= threading.TIMEOUT_MAX:  # longer than which threads cannot wait
+        raise ValueError(
+            f"Expected a positive number of seconds for `failure_timeout`, or None for no reports, got {value!r}."
+        )
+
+
+def _check_interval(value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Expected a number of steps or None for `check_replicas_every_n_steps`, got {value!r}.")
+    if value < 0:
+        raise ValueError(
+            f"Expected 0 (never), a number of steps, or None for `check_replicas_every_n_steps`, got {value}."
+        )

@@ -1,0 +1,1 @@
+"""The classes behind `lightning_ddp_hooks.callbacks`."""

@@ -1,0 +1,194 @@
+"""Model averaging by a callback: for runs that use our strategy, and for those that keep ``strategy="ddp"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
+from lightning_ddp_hooks.averaging.gradients import agree_on_found_inf
+from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
+
+
+class ModelAveraging(Callback):
+    """Averages the model in a run that uses `DDPHooksStrategy` or Lightning's plain ``"ddp"``.
+
+    With our strategy it is the same as ``DDPHooksStrategy(averager=...)``. With plain ``ddp`` the callback also stops
+    the exchange of gradients after the averager's warm-up, puts the averaged model in place for validation and into
+    checkpoints, and lets ranks agree on an Inf that a GradScaler has found.
+
+    Limits on plain ``ddp``, which our strategy does not have: automatic optimisation only; a checkpoint with
+    ``save_weights_only=True`` does not pass the callback and holds the model of rank 0.
+
+    Args:
+        averager: what averages, and when.
+        average_before_eval: put the averaged model in place for validation.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly.
+
+    Raises:
+        TypeError: ``averager`` is not a `ModelAverager`, or another argument not True or False.
+        ValueError: at setup: another strategy, manual optimisation on plain ``ddp``, or an averager set elsewhere too.
+
+    Example:
+        >>> Trainer(strategy="ddp", callbacks=[ModelAveraging(PeriodicModelAverager(period=8, warmup_steps=500))])
+    """
+
+    def __init__(
+        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
+    ) -> None:
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
+        for name, flag in (("average_before_eval", average_before_eval), ("save_replicas", save_replicas)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
+        self.averager = averager
+        self._before_eval = average_before_eval
+        self._save_replicas = save_replicas
+        self._averaging: Averaging | None = None
+        self._final: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._steps_seen = 0
+        self._handed_to: object | None = None
+        self._failed = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._averaging, self._final, self._failed = None, None, False
+        if sum(isinstance(callback, ModelAveraging) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("Expected one ModelAveraging callback, got several.")
+        strategy = trainer.strategy
+        if isinstance(strategy, DDPHooksStrategy):
+            if self._handed_to is not strategy:  # it keeps the averager for further fits
+                flags = {"average_before_eval": self._before_eval, "save_replicas": self._save_replicas}
+                strategy.use_averager(self.averager, **flags)
+                self._handed_to = strategy
+            return
+        if type(strategy) is not DDPStrategy:
+            raise ValueError(
+                f"ModelAveraging needs strategy='ddp_hooks' or strategy='ddp', got {type(strategy).__name__}."
+            )
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "With manual optimisation ModelAveraging cannot see where a step of plain 'ddp' ends: use "
+                "strategy='ddp_hooks'."
+            )
+        if _compat.averages_by_itself(strategy):
+            raise ValueError("Set `model_averaging_period` of the strategy or the callback ModelAveraging, not both.")
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+                rank_zero_warn(
+                    "With plain 'ddp' a checkpoint with `save_weights_only=True` holds the model of rank 0 and not the "
+                    "averaged one: use strategy='ddp_hooks', or save whole checkpoints."
+                )
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if type(trainer.strategy) is DDPStrategy:
+            # torch's DDP has made the replicas equal by now.
+            self._averaging = Averaging(
+                self.averager,
+                pl_module,
+                lambda: trainer.strategy.optimizers,
+                before_eval=self._before_eval,
+                save_replicas=self._save_replicas,
+            )
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Optimizers and groups do not exist yet.
+        self._loaded = checkpoint.get(STATE_KEY) or {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._averaging is not None:
+            if self._loaded:
+                self._averaging.load_state_dict(self._loaded)
+            elif self._loaded is not None:  # a checkpoint of a run without averager, whose steps count too
+                self._averaging.bound.step = trainer.global_step
+            self._steps_seen = trainer.global_step
+        self._loaded = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._averaging is not None:
+            model = trainer.strategy.model
+            assert isinstance(model, DistributedDataParallel)
+            model.require_backward_grad_sync = self._averaging.syncs_gradients()
+            if not self._averaging.broadcasts_buffers():
+                model.require_forward_param_sync = False
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if self._averaging is None or scaler is None or self._averaging.syncs_gradients():
+            return
+        agree_on_found_inf(
+            _compat.found_inf_flags(scaler, optimizer),
+            (param.grad for group in optimizer.param_groups for param in group["params"]),
+            self._averaging.bound.group,
+            pl_module.device,
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # The global step counts each window of accumulation once, also if a GradScaler skipped its step.
+        if self._averaging is not None and trainer.global_step > self._steps_seen:
+            self._steps_seen = trainer.global_step
+            self._averaging.after_step()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._averaging is not None and trainer.state.fn == "fit":
+            self._averaging.before_eval()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._averaging is not None and trainer.state.fn == "fit":
+            self._averaging.after_eval()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if type(trainer.strategy) is not DDPStrategy:
+            return
+        if self._failed:  # ranks may be anywhere: no collective is possible
+            checkpoint[STATE_KEY] = None
+            rank_zero_warn("The checkpoint holds the model of rank 0 and no averager state: the run has failed.")
+        elif self._averaging is not None:
+            checkpoint["state_dict"] = self._averaging.model_state(checkpoint["state_dict"])
+            checkpoint["optimizer_states"] = [self._averaging.optimizer_state(o) for o in trainer.strategy.optimizers]
+            checkpoint[STATE_KEY] = self._averaging.state_dict()
+        elif self._final is not None:
+            checkpoint[STATE_KEY] = self._final
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._averaging is not None:
+            self._averaging.finish()
+            self._final = self._averaging.state_dict(with_replicas=False)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._failed = True
+        # Nobody calls `teardown` now. After an error of the connection what groups wait for is not known.
+        averaging, self._averaging = self._averaging, None
+        if averaging is not None and isinstance(exception, Exception) and not comm.is_collective_error(exception):
+            averaging.close(failed=True)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._averaging is not None:
+            self._averaging.close()
+        self._averaging = None

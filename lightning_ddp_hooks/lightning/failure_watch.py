@@ -1,0 +1,231 @@
+"""The failure detector of a process: when it begins and ends, under a Trainer and in a training loop of the user's own.
+
+                     Trainer                                  Fabric
+    start            once the ranks have met                  when the first model is set up
+    uncaught error   Strategy.on_exception                    sys.excepthook
+    stop             teardown                                 exit of the process: Fabric has no end of training
+
+[Note: work of the user's own] A loop may do on rank 0 alone what takes minutes, while other ranks are done and gone. So
+only a rank that is in a backward or a step waits for the others; any other is on its way somewhere, and is let be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from types import TracebackType
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.health.attach import attach_report
+from lightning_ddp_hooks.health.blocked import blocking_collective
+from lightning_ddp_hooks.health.failure_detector import FailureDetector
+from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE
+from lightning_ddp_hooks.run import TrainingRun
+
+_runs = itertools.count()
+_current: ProcessWatch | None = None
+
+
+def start_detector(
+    name: str,
+    group: comm.ProcessGroup,
+    timeout: float,
+    where: Callable[[], Progress],
+    launcher: Callable[[], Any],
+    warn: Callable[[str], object],
+    **options: Any,
+) -> FailureDetector | None:
+    """Start to watch over the ranks of a group; on all ranks.
+
+    Args:
+        name: A name that no other detector of these ranks has had.
+        group: The ranks.
+        timeout: Seconds of silence after which a rank is given up.
+        where: Tells how far this rank has come.
+        launcher: Returns what has started other processes, which end with this one.
+        warn: Says why there can be no detector.
+        options: Of `FailureDetector`.
+    """
+    try:
+        store = comm.connect_store(f"ldh-health/{name}", timedelta(seconds=timeout))
+    except (RuntimeError, NotImplementedError) as error:
+        warn(f"No failure reports: the store cannot be connected to a second time: {error}")
+        return None
+
+    def exit_process(code: int) -> None:
+        """End this process and those that it has started: one that was stopped would stay for ever."""
+        if children := getattr(launcher(), "procs", None):
+            time.sleep(1)  # they may be writing their reports
+            for child in children:
+                child.kill()
+        os._exit(code)
+
+    rank, world_size, host = comm.rank(group), comm.world_size(group), comm.store_host()
+    return FailureDetector(
+        store, rank, world_size, where, timeout=timeout, store_host=host, exit_process=exit_process, **options
+    )
+
+
+def explain(detector: FailureDetector, error: BaseException) -> None:
+    """Tell the others of an error that this rank ends with; if it is their doing, have it say whose."""
+    report = detector.explain(error)
+    if report is not None:  # whoever raises this very exception again shows it
+        attach_report(error, report)
+
+
+class TrainerWatch:
+    """A `FailureDetector` from the meeting of the ranks to the teardown of a Trainer's run.
+
+    Args:
+        timeout: Seconds of silence after which a rank is given up; None for no detector.
+        run: Returns the training run, once there is one.
+        waits_for: Returns what this rank is known to wait for, in words.
+        uneven: Tells whether uneven inputs are taken care of.
+        launcher: Returns what has started other processes.
+    """
+
+    def __init__(
+        self,
+        timeout: float | None,
+        run: Callable[[], TrainingRun | None],
+        waits_for: Callable[[], str],
+        uneven: Callable[[], bool],
+        launcher: Callable[[], Any],
+    ) -> None:
+        self._run = run
+        self._waits_for = waits_for
+        self._thread = threading.get_ident()  # the one that trains
+        self._detector: FailureDetector | None = None
+        if timeout is not None and comm.world_size() > 1:
+            self._detector = start_detector(
+                f"run-{next(_runs)}",  # all ranks begin the same runs
+                comm.resolve_group(None),
+                timeout,
+                self._progress,
+                launcher,
+                rank_zero_warn,
+                patient=True,
+                likely_cause=lambda: "" if uneven() else f"{LIKELY_CAUSE} The callback `UnevenInputs` handles them.",
+            )
+
+    def _progress(self) -> Progress:
+        run, collectives = self._run(), comm.collectives_begun() if comm.is_initialized() else 0
+        waits_for = self._waits_for() or blocking_collective(self._thread)
+        if run is None or run.closed:
+            return Progress(0 if run is None else run.step, waits_for=waits_for, collectives=collectives)
+        if waits_for:
+            return Progress(run.step, run.reducer.synced_backwards, waits_for=waits_for, collectives=collectives)
+        return replace(run.progress(), collectives=collectives)
+
+    def set_up(self) -> None:
+        """Be less patient: data are read and models built."""
+        if self._detector is not None:
+            self._detector.patient = False
+
+    def explain(self, error: BaseException) -> None:
+        """Tell the others of an error that this rank ends with; if it is their doing, have it say whose."""
+        if self._detector is not None:
+            explain(self._detector, error)
+
+    def stop(self) -> None:
+        """End the watch, while the reducer still is there."""
+        if self._detector is not None:
+            self._detector.stop()
+            self._detector = None
+
+
+class ProcessWatch:
+    """A `FailureDetector` that ends with the process.
+
+    Args:
+        detector: The detector.
+    """
+
+    def __init__(self, detector: FailureDetector) -> None:
+        self._detector = detector
+        self._explained = self._stopped = False
+        self._hook_before = sys.excepthook
+        sys.excepthook = self._uncaught
+        # The first for a script, while its groups still are there; the second for processes of `multiprocessing`, which
+        # may end without calling what is registered with `atexit`.
+        atexit.register(self.stop)
+        Finalize(None, self._process_ends, exitpriority=0)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        try:
+            if not isinstance(error, KeyboardInterrupt):
+                self._explain(error)
+        finally:
+            self._hook_before(kind, error, traceback)
+
+    def _explain(self, error: BaseException) -> None:
+        if not (self._explained or self._stopped):
+            self._explained = True
+            explain(self._detector, error)
+
+    def _process_ends(self) -> None:
+        # torch ends a process in which the user's function has failed by `sys.exit`.
+        ending = sys.exc_info()[1]
+        if isinstance(ending, SystemExit) and ending.code and ending.__context__ is not None:
+            self._explain(ending.__context__)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the watch: this rank has finished."""
+        if self._stopped:
+            return
+        self._stopped = True
+        atexit.unregister(self.stop)
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._hook_before
+        self._detector.stop()
+
+
+def watch_process(
+    group: comm.ProcessGroup,
+    timeout: float,
+    where: Callable[[], tuple[Progress, bool]],
+    launcher: Callable[[], Any],
+    warn: Callable[[str], object],
+) -> None:
+    """Watch over the ranks of a group until the process ends, in the place of a watch that is there; on all ranks.
+
+    Args:
+        group: A group that was used for no earlier watch.
+        timeout: Seconds of silence after which a rank is given up.
+        where: Tells how far this rank has come, and whether it is where it may wait for others; see [Note: work of the
+            user's own].
+        launcher: Returns what has started other processes, which end with this one.
+        warn: Says why there can be no detector.
+    """
+    global _current
+    stop_watching_process()
+    ticks = itertools.count()
+
+    def moving_or_waiting() -> Progress:
+        place, waits = where()
+        # Without groups there is nobody to wait for.
+        return place if waits and comm.is_initialized() else replace(place, passes=next(ticks))
+
+    detector = start_detector(comm.group_name(group), group, timeout, moving_or_waiting, launcher, warn)
+    _current = None if detector is None else ProcessWatch(detector)
+
+
+def stop_watching_process() -> None:
+    """End the watch of this process, if there is one; on all ranks."""
+    global _current
+    if _current is not None:
+        _current.stop()
+        _current = None

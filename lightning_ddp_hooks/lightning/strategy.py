@@ -1,0 +1,543 @@
+"""The strategy for the Trainer: turns its verbs into those of a `TrainingRun`; no algorithm lives here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
+from lightning_ddp_hooks.conflicts import raise_on_conflict
+from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
+from lightning_ddp_hooks.lightning.checkpoint_io import checkpoint_io_property
+from lightning_ddp_hooks.lightning.failure_watch import TrainerWatch
+from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit, to_agree_on_in_fit, warn_if_too_late
+from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
+from lightning_ddp_hooks.lightning.names import averager_by_lightnings_names, hook_by_lightnings_names, register_names
+from lightning_ddp_hooks.lightning.summary import announce
+from lightning_ddp_hooks.lightning.trainer_state import TrainerState
+from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
+from lightning_ddp_hooks.lightning.uneven.collectives import op_name
+from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
+from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.run import TrainingRun
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins.precision import Precision
+
+    from lightning_ddp_hooks.lightning.uneven.run import UnevenSettings
+
+log = logging.getLogger(__name__)
+
+
+class DDPHooksStrategy(DDPStrategy):
+    """Data-parallel training with communication hooks; takes the place of ``strategy="ddp"``.
+
+    It is a `DDPStrategy` to the Trainer (samplers, launchers, clusters, precision, checkpoints), but gradients go
+    through this package's own reducer, and ``trainer.model`` is the LightningModule itself.
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: how processes find each other; by default detected (torchrun, SLURM, ...).
+        checkpoint_io: how checkpoints are written; by default in files that are whole or not there, see
+            `lightning_ddp_hooks.lightning.checkpoint_io.AtomicCheckpointIO`.
+        precision_plugin: set by the Trainer from its ``precision``.
+        comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
+            ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
+            Short names are allreduce, batched_powersgd, bf16, fp16, fp8, int8, noop, onebit, post_local_sgd, powersgd,
+            quantize_per_channel, quantize_per_tensor, topk.
+        averager: averages the model every few steps instead of gradients at every step; see
+            `lightning_ddp_hooks.averaging`.
+        average_before_eval: put the averaged model in place for validation.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
+        optimizer_in_hook: steps the optimizer while gradients are being reduced, or shares its state among the ranks,
+            or both; see `lightning_ddp_hooks.optim.OptimizerInHook`.
+        bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
+        first_bucket_mb: the same for the first bucket, in MiB.
+        gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
+        find_unused_parameters: allow ranks to leave out any parameters in any backward.
+        static_graph: learn in the first backward which parameters are used, and rely on it.
+        broadcast_buffers: send rank 0's buffers to all ranks at setup and before training steps.
+        gradient_weighting: ``"ranks"`` weighs each rank alike; ``"samples"`` weighs each sample alike when ranks hold
+            micro-batches of different sizes.
+        skip_missing_loss: when ``training_step`` returns None (or a loss without gradient) on some rank: it takes part
+            with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
+        reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
+        process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
+        timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
+        failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
+            store that it is alive. When a rank fails, dies or is stopped, the others end with an error that names it,
+            its own error if it could still tell, and where they stood. A rank that cannot say that it failed is given
+            up when it has been silent for so long while the others wait for it; one whose connections broke, earlier.
+            A process whose main thread then is stuck in a collective of gloo writes the error to stderr and exits.
+            Nothing of this is on the way of gradients.
+        check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
+            each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
+            PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
+        detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before the step, naming rank
+            and parameter. Has no effect under a GradScaler, which deals with such gradients itself.
+        check_logged_values: raise on all ranks when they log different keys with ``sync_dist=True``, or metrics with
+            states that do not go together, instead of reducing what has nothing to do with each other. It follows what
+            Lightning logs, and each value carries its key. Means of integers are exact with it.
+        start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ddp_comm_hook: Lightning's name; use ``comm_hook``.
+        ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
+        ddp_comm_wrapper: Lightning's name; wrap the hook yourself.
+        model_averaging_period: Lightning's name; use ``averager=PeriodicModelAverager(period=...)``.
+
+    Raises:
+        TypeError: an argument of the wrong type, or an unknown one.
+        ValueError: an argument out of range, or arguments that contradict each other.
+
+    Example:
+        >>> Trainer(strategy="ddp_hooks")
+        >>> Trainer(strategy=DDPHooksStrategy(bucket_cap_mb=4, find_unused_parameters=True))
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        comm_hook: HookLike | None = None,
+        averager: ModelAverager | None = None,
+        average_before_eval: bool = True,
+        save_replicas: bool = True,
+        optimizer_in_hook: OptimizerInHook | None = None,
+        bucket_cap_mb: float | Literal["auto"] = 25,
+        first_bucket_mb: float = 1,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_weighting: Literal["ranks", "samples"] = "ranks",
+        skip_missing_loss: Literal["zeros", "all"] = "zeros",
+        reducer_backend: Literal["auto", "native", "python"] = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = comm.DEFAULT_TIMEOUT,
+        failure_timeout: float | None = 30.0,
+        check_replicas_every_n_steps: int | None = None,
+        detect_nonfinite: bool = False,
+        check_logged_values: bool = False,
+        start_method: StartMethod = "popen",
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+    ) -> None:
+        given = dict(locals())
+        given["comm_hook"] = hook_by_lightnings_names(comm_hook, ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+        given["averager"] = averager_by_lightnings_names(averager, model_averaging_period, ddp_comm_state)
+        self.settings = Settings.from_arguments("DDPHooksStrategy", given)
+        raise_on_conflict(self.settings.in_fit())
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._steps: TrainerSteps | None = None
+        self._run: TrainingRun | None = None  # stays when it is closed: a checkpoint can be saved even then
+        self._inputs = Inputs()
+        self._logging: LoggingCheck | None = None
+        self._watch: TrainerWatch | None = None
+        self._failed = False
+        self._state = TrainerState()
+
+    # ------------------------------------------------------------------ what users call
+
+    @property
+    def run(self) -> TrainingRun:
+        """The training run; exists while fitting.
+
+        Raises:
+            RuntimeError: the Trainer is not fitting.
+        """
+        if self._run is None or self._run.closed:
+            raise RuntimeError("The reducer exists only while the Trainer is fitting.")
+        return self._run
+
+    @property
+    def reducer(self) -> Reducer:
+        """The gradient reducer; exists while fitting.
+
+        Raises:
+            RuntimeError: the Trainer is not fitting.
+        """
+        return self.run.reducer
+
+    def stats(self) -> dict[str, object]:
+        """Return facts about buckets and communication; see `Reducer.stats`."""
+        return self.reducer.stats()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replace the mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``.
+
+        May be called before fitting, for all fits to come; or in a hook of the LightningModule or a callback before the
+        first backward (such as ``on_fit_start``), for that fit.
+
+        Raises:
+            RuntimeError: a hook is registered already, or a backward has run.
+        """
+        declared = resolve_hook((state, hook))
+        assert declared is not None
+        if self.settings.hook is not None:
+            raise RuntimeError("A communication hook is already registered; it can be registered only once.")
+        raise_on_conflict(self._settings_now(comm_hook=declared))
+        if self._fitting is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
+            self._fitting.install_hook(declared)
+        else:
+            self.settings = replace(self.settings, comm_hook=declared)
+
+    def active_group(self) -> comm.ProcessGroup | None:
+        """Return the ranks that run the current step, for collectives of your own in a ``*_step``; None means all.
+
+        In manual optimisation a rank that has run out of data replays its last batch; there the group is that rank
+        alone.
+        """
+        return self._inputs.active_group()
+
+    # ------------------------------------------------------------------ what callbacks call
+
+    def use_averager(
+        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
+    ) -> None:
+        """Average the model; as if given to the constructor. Before the strategy is set up.
+
+        Raises:
+            TypeError: not an averager.
+            ValueError: there is an averager already, or it does not go with another setting.
+        """
+        if self.settings.averager is not None:
+            raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
+        flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
+        settings = replace(self.settings, averager=averager, **flags)
+        settings.check()
+        raise_on_conflict(settings.in_fit(**self._inputs.facts()))
+        self.settings = settings
+
+    def use_uneven_inputs(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
+        """Take part in a run with uneven inputs; called at setup, on all ranks."""
+        raise_on_conflict(self._settings_now(policy=settings.policy, divisor=settings.divisor))
+        self._inputs.start(settings, trainer)
+
+    def _settings_now(self, comm_hook: object = None, **facts: Any) -> FitSettings:
+        """Return what is set, as far as it is known here, and what the caller has found out."""
+        hook = comm_hook or (self.settings.hook if self._fitting is None else self._fitting.hook)
+        return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
+
+    # ------------------------------------------------------------------ setup
+
+    checkpoint_io = checkpoint_io_property  # type: ignore[assignment]
+
+    @property
+    def _fitting(self) -> TrainingRun | None:
+        return None if self._run is None or self._run.closed else self._run
+
+    @property
+    def _may_communicate(self) -> bool:
+        """Whether all ranks are where this one is; not while an exception is handled, nor in one that only launches."""
+        if self._failed or not comm.is_initialized():
+            return False
+        module = self.lightning_module
+        return module is None or not module.trainer.interrupted
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._failed = self._state.agreed = False
+        self._watch = TrainerWatch(
+            self.settings.failure_timeout,
+            lambda: self._run,
+            lambda: "" if self._logging is None else self._logging.waits_for,
+            lambda: self._inputs.uneven is not None,
+            lambda: self.launcher,
+        )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._state.agree()  # a rank that read none, while others may have
+        super().setup(trainer)
+        if self.settings.check_logged_values and comm.world_size() > 1:
+            self._logging = LoggingCheck(trainer, self.root_device, lambda: 0 if self._run is None else self._run.step)
+        if self._watch is not None:
+            self._watch.set_up()
+
+    @override
+    def configure_ddp(self) -> None:
+        """Build the training run; the model stays as it is."""
+        module = self.lightning_module
+        assert module is not None
+        manual = not module.automatic_optimization
+        raise_on_conflict(self._settings_now(**facts_of_fit(module)))
+        if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
+            warn_if_too_late(module)
+        self._state.begin()
+        # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
+        self._run = TrainingRun(
+            module,
+            self.settings,
+            optimizers=lambda: self.optimizers,
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            in_parts=manual,
+            ends_steps=manual,
+            weighs_samples=self.settings.gradient_weighting == "samples" and self._inputs.uneven is None,
+            agree_on={"UnevenInputs": self._inputs.text(), **to_agree_on_in_fit(module.trainer)},
+            restored=self._state.restored,
+            warn=rank_zero_warn,
+        )
+        self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
+        log.debug("reducer: %s", self._run.reducer.stats())
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.run.attach_optimizers(self.optimizers)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this fit."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        driver = None if self._run is None else self._run.driver
+        if driver is not None and driver.attached:  # others take over in mid-fit
+            driver.attach(optimizers)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        module = self.lightning_module
+        assert module is not None
+        self.run.begin()
+        known = module.automatic_optimization  # else a step of the Trainer is not one of ours
+        steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
+        inputs = self._inputs.text()
+        announce(
+            self.run,
+            self._settings_now(**facts_of_fit(module)),
+            rank_zero_info,
+            steps=steps,
+            inputs=None if inputs is None else f"uneven, {inputs}",
+        )
+
+    # ------------------------------------------------------------------ data and steps
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        dataloader = super().process_dataloader(dataloader)
+        return dataloader if self._inputs.uneven is None else self._inputs.uneven.wrap(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        to_device = super().batch_to_device
+        return self._inputs.batch_to_device(
+            batch, device or self.root_device, lambda: to_device(batch, device, dataloader_idx)
+        )
+
+    def _as_if_read(self, batch: Any) -> Any:
+        """Do to a batch what the training loop does to one that it has just read."""
+        batch = _compat.before_batch_transfer(self.lightning_module, self.precision_plugin.convert_input(batch))
+        return super().batch_to_device(batch)
+
+    def _run_step(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._inputs.run_step(name, step, args, kwargs, self._as_if_read)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_step("test_step", super().test_step, args, kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._steps is not None
+        self._steps.begin(args[0] if args else kwargs)
+        step = self._steps.user_step(super().training_step)
+        return self._steps.end(self._run_step("training_step", step, args, kwargs))
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        steps, module = self._steps, self.lightning_module
+        if steps is None or module is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        closure_loss = steps.weighted(closure_loss)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with steps.backward(closure_loss) as runs:
+            if runs:
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    ) -> Any:
+        assert self._steps is not None
+        step = super().optimizer_step
+        return self._steps.optimizer_step(lambda closure: step(optimizer, closure, model, **kwargs), closure)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if self._steps is None:
+            yield
+        else:
+            with self._steps.accumulating():
+                yield
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._fitting is not None:
+            self._fitting.before_eval()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._fitting is not None:
+            self._fitting.averaging.after_eval()
+
+    # ------------------------------------------------------------------ collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if self._logging is not None and self._inputs.tail is None and self._logging.takes(tensor):
+            return self._logging.reduce(tensor, group, reduce_op)
+        if isinstance(tensor, Tensor) and op_name(reduce_op) == "mean" and not tensor.is_floating_point():
+            # Lightning cuts off the mean of integers, and divides the mean of an epoch by such a one.
+            tensor = tensor.to(torch.get_default_dtype())
+        return self._inputs.reduce(super().reduce, tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._inputs.decide(super().reduce_boolean_decision, decision, all, self.root_device)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return self._inputs.all_gather(super().all_gather, tensor, group, sync_grads)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # The Trainer waits for all ranks after a save; after an error they may never come.
+        if args != ("Trainer.save_checkpoint",) or self._may_communicate:
+            self._inputs.barrier(partial(super().barrier, *args, **kwargs))
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._inputs.broadcast(super().broadcast, obj, src)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if self._fitting is None or not self._may_communicate:
+            return state
+        return self._fitting.averaging.model_state(state)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        run = self._run
+        if run is None or not self._may_communicate or not (run.sharded or run.averaging.active):
+            return super().optimizer_state(optimizer)
+        return run.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._fitting is not None and self._may_communicate:
+            self._fitting.before_checkpoint()
+        if "optimizer_states" in checkpoint:  # else only the weights are wanted
+            self._state.add_to(checkpoint, self._run, collective=self._may_communicate)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        read = super().load_checkpoint
+        checkpoint = self._state.load(str(checkpoint_path), lambda: read(checkpoint_path, *args, **kwargs))
+        if self._fitting is not None and self._state.restored is not None:  # a tuner puts back where it began
+            self._fitting.restore(self._state.restored)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        run = self._fitting
+        if run is None or not run.sharded:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self._state.load_optimizers(run, checkpoint["optimizer_states"])
+        if run is not None:
+            self._state.load_averaging(run)
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.run.finish()
+        self._state.end(self.run)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._watch is not None:
+            self._watch.explain(exception)
+        self._failed = True
+        # After an error of the connection, or in the middle of anything, nobody knows what groups still wait for.
+        broken = comm.is_collective_error(exception) or not isinstance(exception, Exception)
+        if self._fitting is not None:
+            self._fitting.fail(broken=broken)
+        self._inputs.fail(broken=broken)
+
+    @override
+    def teardown(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self._run is not None:
+            self._run.close()
+        self._steps = None
+        self._state.forget()
+        if self._logging is not None:
+            self._logging.close(failed=self._failed)
+            self._logging = None
+        self._inputs.close()
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``ddp_hooks``, its launchers, and its forms that find unused parameters."""
+        register_names(cls, strategy_registry)

@@ -1,0 +1,163 @@
+"""What rank zero says at the start of a fit: who communicates what, and which settings will have no effect in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.config import FitSettings, replicas_differ_from
+from lightning_ddp_hooks.conflicts import warn_no_effect
+from lightning_ddp_hooks.hooks.alike import late_starts
+from lightning_ddp_hooks.hooks.allreduce import Noop
+from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text, hook_name
+from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
+from lightning_ddp_hooks.hooks.registry import short_name
+from lightning_ddp_hooks.run import TrainingRun
+from lightning_ddp_hooks.traffic import sent_by_rank
+
+log = logging.getLogger(__name__)
+
+
+def announce(
+    run: TrainingRun, settings: FitSettings, say: Callable[[str], object], *, steps: float, inputs: str | None = None
+) -> None:
+    """Say who communicates what, and warn of what will do nothing; on all ranks, shown by the first.
+
+    Args:
+        run: What begins.
+        settings: Its settings, with what is known of the fit.
+        say: Shows a text on rank zero.
+        steps: How many steps the fit has in all; infinity if that is not known.
+        inputs: What is to be said of the inputs.
+    """
+    texts = declared(run.hook, settings.averager, settings.optimizer_in_hook)
+    facts = run.reducer.stats()
+    say(summary_text(facts, {**texts, "inputs": inputs}))
+    if comm.rank(run.reducer.group) == 0:
+        subgroups = getattr(run.bound_hook, "subgroups", None)
+        for text in (*without_effect(run.hook, settings.averager, steps, subgroups), *warn_no_effect(settings)):
+            log.warning(text)
+
+
+def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
+    """Return the lines.
+
+    Args:
+        facts: what `Reducer.stats` says before the first backward.
+        parts: further lines by their label; None leaves one out.
+
+    Example:
+        >>> print(summary_text(reducer.stats(), {"hook": "PowerSGD(rank=1)", "averager": None}))
+        lightning_ddp_hooks: 2 ranks over gloo, native reducer
+          gradients   58.7 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB
+          all-reduce  of them, without hook, would send 58.7 MiB from each rank
+          hook        PowerSGD(rank=1)
+    """
+    ranks, total = facts["world_size"], facts["total_parameter_size_bytes"]
+    first, cap = facts["first_bucket_bytes"], facts["bucket_cap_bytes"]
+    if total < 2 * min(first, cap):
+        sizes = "one bucket"
+    else:
+        sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
+    instead = " and ".join(label for label in ("hook", "averager") if parts.get(label) is not None)
+    sends = f", without {instead}, would send" if instead else " sends"
+    sent = sent_by_rank("all_reduce", total, ranks)
+    lines = {
+        "gradients": f"{mib(total)} of {facts['num_parameter_tensors']} parameters, in {sizes}",
+        "all-reduce": f"of them{sends} {mib(sent)} from each rank",
+        **{label: text for label, text in parts.items() if text is not None},
+    }
+    width = max(map(len, lines))
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    head = f"lightning_ddp_hooks: {who} over {facts['comm_backend']}, {facts['backend']} reducer"
+    return "\n".join([head, *(f"  {label.ljust(width)}  {text}" for label, text in lines.items())])
+
+
+def declared(hook: CommHook | None, averager: ModelAverager | None, optimizer: object | None) -> dict[str, str | None]:
+    """Return the lines that tell what the user has declared, by their label."""
+    name = None if hook is None else short_name(hook)
+    parts = {"hook": hook, "averager": averager, "optimizer": optimizer}
+    texts = {label: None if part is None else brief(part) for label, part in parts.items()}
+    return texts if name is None else {**texts, "hook": f"{name}: {texts['hook']}"}
+
+
+def brief(declaration: object) -> str:
+    """Describe a declaration by its values that are not the defaults; long ones in part."""
+    if isinstance(declaration, (list, tuple)):
+        more = f", ... ({len(declaration)} in all)" if len(declaration) > _SHOWN else ""
+        return "[" + ", ".join(map(brief, declaration[:_SHOWN])) + more + "]"
+    if isinstance(declaration, partial):
+        # A command line makes a class into a partial of a function of its own, with the class among the arguments.
+        called = next((value for value in declaration.args if isinstance(value, type)), declaration.func)
+        given = [f"{name}={brief(value)}" for name, value in declaration.keywords.items()]
+        return f"{hook_name(called)}({', '.join(given)})"
+    if isinstance(declaration, torch.dtype) or not is_dataclass(declaration) or isinstance(declaration, type):
+        return declaration_text(declaration)
+    inside = []
+    for entry in fields(declaration):
+        value = getattr(declaration, entry.name, MISSING)
+        if entry.repr and value is not MISSING and _differs(value, entry):
+            inside.append(f"{entry.name}={brief(value)}")
+    return f"{type(declaration).__name__}({', '.join(inside)})"
+
+
+_SHOWN = 8
+
+
+def _differs(value: object, entry: Field[Any]) -> bool:
+    """Tell whether a value is another than its field's default; it is the user's, and may do anything when compared."""
+    try:
+        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+        return default is MISSING or bool(value != default)
+    except Exception:
+        return True
+
+
+def without_effect(
+    hook: CommHook | None, averager: ModelAverager | None, steps: float, subgroups: int | None = None
+) -> Iterator[str]:
+    """Say what of the settings will do nothing, or not what its user may think.
+
+    Args:
+        hook: the hook of this fit.
+        averager: the averager, if any.
+        steps: how many steps the fit has in all; infinity if that is not known.
+        subgroups: of a bound `PostLocalSGD`, how many it has; None if that is not known.
+    """
+    for name, setting, start in late_starts(hook):
+        if start >= steps:
+            yield (
+                f"The hook {name} is the plain mean up to step {start}, and this fit has {steps:.0f} steps: set "
+                f"`{setting}` lower for it to do anything."
+            )
+    if averager is not None and averager.warmup_steps >= steps:
+        yield (
+            f"{type(averager).__name__} begins after {averager.warmup_steps} steps, and this fit has {steps:.0f}: set "
+            "`warmup_steps` lower for it to do anything."
+        )
+    if averager is None and isinstance(hook, Noop):
+        yield "The hook Noop exchanges no gradients: each rank trains a model of its own, and that of rank 0 is saved."
+    elif isinstance(hook, PostLocalSGD) and subgroups == 1:
+        yield (
+            "The hook PostLocalSGD has one subgroup of all ranks, and so is the plain mean in every step: set "
+            "`subgroup_size` or `subgroups` for it to do anything."
+        )
+    elif averager is None and isinstance(hook, PostLocalSGD) and (replicas_differ_from(hook) or 0) < steps:
+        yield (
+            f"The hook PostLocalSGD averages within subgroups only from step {hook.start_local_sgd_iter} on, and no "
+            "`averager` brings the subgroups together: their models drift apart."
+        )
+
+
+def mib(count: float) -> str:
+    """Write a number of bytes in MiB, or in KiB where that would be a small fraction."""
+    size, unit = (count / (1 << 10), "KiB") if 0 < count < (1 << 20) / 10 else (count / (1 << 20), "MiB")
+    digits = 0 if size == int(size) else 1 if size >= 10 else 2
+    return f"{size:.{digits}f} {unit}"

@@ -1,0 +1,145 @@
+"""The steps of a Trainer's loop as verbs of a training run, in automatic and in manual optimisation.
+
+begin -> the user's training_step, in `user_step` -> end
+weighted -> with backward(...): the precision plugin's backward      in manual optimisation within the user's step
+optimizer_step
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
+from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
+
+
+class TrainerSteps:
+    """Runs the training steps of one fit.
+
+    Args:
+        run: The training run.
+        inputs: The inputs, even or not.
+        manual: Whether the module optimises manually.
+        device: Where the module is.
+    """
+
+    def __init__(self, run: TrainingRun, inputs: Inputs, *, manual: bool, device: torch.device) -> None:
+        self._run = run
+        self._reducer = run.reducer
+        self._inputs = inputs
+        self._manual = manual
+        self._device = device
+        self._missing_loss = False
+        self._accumulates = False
+        self._before = (0, 0)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Accumulate gradients without communication, in the tail of uneven inputs too."""
+        self._accumulates = True
+        try:
+            with self._reducer.no_sync():
+                yield
+        finally:
+            self._accumulates = False
+
+    def begin(self, batch: Any) -> None:
+        """Prepare for the user's step on a batch; collective."""
+        if self._inputs.tail is not None and not self._accumulates:
+            # Also where replicas train for themselves: one without data follows those that have some.
+            self._reducer.sync = True
+        self._run.before_forward()
+        if self._run.weighs_samples:
+            self._run.announce_samples(_compat.samples_in(batch))
+        self._before = (self._reducer.synced_backwards, self._run.windowed_backwards)
+
+    def user_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the user's step with what all ranks that run it do at its end, before anything else collective."""
+
+        def with_end(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if self._manual:
+                self._reducer.end_step()
+            return output
+
+        return with_end
+
+    def end(self, output: Any) -> Any:
+        """Take what the user's step returned, and return what Lightning is to see; collective.
+
+        Raises:
+            RuntimeError: A backward of the user's own ran that was to be weighted.
+        """
+        tail = self._inputs.tail
+        if tail is not None:
+            self._reducer.buffers.refresh(tail.first)
+        if self._manual:
+            self._end_manual_step()
+        elif output is None:
+            # Lightning refuses None on several ranks; a constant stands for it until the ranks have agreed.
+            self._missing_loss = True
+            return torch.zeros((), device=self._device, requires_grad=True)
+        return output
+
+    def _end_manual_step(self) -> None:
+        run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven is not None
+        by_hand = self._reducer.synced_backwards - synced > run.windowed_backwards - windowed
+        if by_hand or run.averaging.trains_alone:
+            run.check_gradients()
+        run.step_ended()
+        if by_hand and (uneven or run.weighs_samples):
+            cause = '`gradient_weighting="samples"` scales' if not uneven else "UnevenInputs scales"
+            raise RuntimeError(
+                f"{cause} the loss in `manual_backward`; with `loss.backward()` it would have no effect. Call "
+                "`self.manual_backward(loss)` instead."
+            )
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the loss scaled by this rank's weight."""
+        uneven = self._inputs.uneven
+        factor = self._run.loss_factor() if uneven is None else uneven.factor()
+        return loss if factor == 1.0 else loss * factor
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[bool]:
+        """Surround the backward of a loss; gives whether it is to be run, or this rank takes part without."""
+        missing, self._missing_loss = self._missing_loss, False
+        joined = self._inputs.uneven is not None and self._inputs.uneven.joined
+        constant = not (missing or joined or loss.requires_grad)
+        if constant:
+            warnings.warn(
+                f"The loss of rank {comm.rank(self._reducer.group)} does not depend on any parameter that requires a "
+                "gradient; the rank takes part in the step without gradients.",
+                stacklevel=4,
+            )
+        with self._run.backward(joined=joined):
+            yield not (missing or constant or joined)
+
+    def optimizer_step(self, perform: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
+        """Make an optimizer's step by ``perform(closure)``; in automatic optimisation it ends the training step."""
+        run = self._run
+        self._reducer.finalize_pending_backward()
+        if self._manual:
+            output = perform(closure)
+            run.note_loss_scale()
+            return output
+
+        def closure_that_may_skip() -> Any:
+            result = closure()
+            if self._reducer.skip_step:
+                raise SkipStepError
+            return result
+
+        output = None
+        with skippable_step([run]), run.stepping():
+            output = perform(closure_that_may_skip)
+        run.note_loss_scale()
+        run.step_ended()
+        return output

@@ -1,0 +1,439 @@
+"""One model in training on several ranks: its reducer, hook, averager, optimizers, clock and checks, and their state.
+
+    before_forward -> the user's forward -> after_forward            decides: reduce, or accumulate
+    with backward():, or a backward of the user's own                the reducer works by itself
+    finish_backward                                                  a rank without a loss joins here
+    with stepping(): optimizer.step()                                the update
+    step_ended                                                       the clock; averages and checks that are due
+
+`DDPHooksStrategy`, `FabricDDPHooksStrategy` and `DataParallel` translate their verbs into these.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
+from lightning_ddp_hooks.config import Settings
+from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
+from lightning_ddp_hooks.hooks.install import install_hook
+from lightning_ddp_hooks.loss_scale import LossScale
+from lightning_ddp_hooks.optim.driver import OptimizerDriver
+from lightning_ddp_hooks.optimizer_clock import OptimizerClock
+from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
+from lightning_ddp_hooks.reducer.outputs import roots_in
+from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.weights import SampleWeights
+from lightning_ddp_hooks.run_averaging import RunAveraging
+from lightning_ddp_hooks.run_checks import RunChecks
+
+
+class SkipStepError(Exception):
+    """Leaves an optimizer's step before its update: no rank had a loss."""
+
+
+class TrainingRun:
+    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike.
+
+    Args:
+        module: The user's module.
+        settings: What the user has set.
+        optimizers: Returns the optimizers that train it.
+        clock: Ends training steps in a loop of the user's own; None where `step_ended` is called.
+        process_group: The ranks; None for all.
+        scaler: The GradScaler that scales the loss, if any.
+        in_parts: Whether parts of the module are trained in turn, so that all ranks alike may miss gradients.
+        ends_steps: Whether `Reducer.end_step` is called after each training step.
+        weighs_samples: Whether `announce_samples` and `loss_factor` weigh the losses of ranks.
+        agree_on: Further settings that must be the same on all ranks, by name.
+        restored: The state to go on from, as `read_training_state` returns it.
+        step: The first step; None counts synchronised backwards until a step is set.
+        warn: Warns the user.
+
+    Attributes:
+        module: The user's module.
+        settings: What the user has set.
+        reducer: Reduces the gradients.
+        optimizers: Returns the optimizers that train it.
+        hook: What reduces the gradients, as declared; None for the mean.
+        bound_hook: The hook at work.
+        driver: Steps the optimizers, with ``optimizer_in_hook``.
+        averaging: Averages the model, if the settings say so.
+        loss_scale: The scale that the hook's memory is in.
+        weighs_samples: Whether losses are weighed by samples.
+        windowed_backwards: How many synchronised backwards have run under `backward`.
+        failed: Whether this rank ends with an error, so that nothing collective is done any more.
+        closed: Whether another run, or none, has the module's parameters now.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        *,
+        optimizers: Callable[[], Sequence[Optimizer]] = tuple,
+        clock: OptimizerClock | None = None,
+        process_group: comm.ProcessGroup | None = None,
+        scaler: Any = None,
+        in_parts: bool = False,
+        ends_steps: bool = False,
+        weighs_samples: bool = False,
+        agree_on: Mapping[str, object] | None = None,
+        restored: Mapping[str, Any] | None = None,
+        step: int | None = 0,
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        self.module = module
+        self.settings = settings
+        self.hook: CommHook | None = None
+        self.bound_hook: BoundHook | None = None
+        self.driver: OptimizerDriver | None = None
+        self.windowed_backwards = 0
+        self.failed = self.closed = self._broken = False
+        self.optimizers = optimizers if clock is None else clock.optimizers
+        self._clock = clock
+        self._warn = warn
+        self._restored = restored
+        self._step = step if restored is None else int(restored["step"])
+        self.loss_scale = LossScale(scaler, 1.0 if restored is None else float(restored.get("loss_scale", 1.0)))
+        self._sync = True
+        self._stepping = self._awaits_backward = self._warned = False
+        self._backwards_at_step = 0
+        self._early = ExitStack()
+
+        self.reducer = Reducer(
+            module,
+            settings.reducer_config(),
+            process_group=process_group,
+            policy=UnusedPolicy.ALIKE if in_parts and not settings.find_unused_parameters else None,
+            skip_missing_loss=settings.skip_missing_loss,
+            ends_steps=ends_steps,
+            timeout=settings.timeout,
+            agree_on={**settings.to_agree_on(), **(agree_on or {})},
+        )
+        self.reducer.on_backward_begin = self._begin_backward
+        self._checks = RunChecks(settings, self.reducer, scaled=scaler is not None)
+        self._weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
+        self.weighs_samples = weighs_samples
+        if settings.optimizer_in_hook is not None and (clock is None or clock.optimizers()):
+            self.driver = OptimizerDriver(settings.optimizer_in_hook, self.reducer)
+            if clock is not None:  # in the user's own loop each backward that reduces gradients leads to a step
+                self._early.enter_context(self.driver.stepping())
+                self._early.enter_context(self.driver.overlapping())
+        if settings.hook is not None:
+            self._bind_hook(settings.hook)
+        self.averaging = RunAveraging(settings, module, self.optimizers, self.reducer, settings.hook, lambda: self.step)
+
+    # ------------------------------------------------------------------ hook and optimizers
+
+    def install_hook(self, hook: CommHook) -> None:
+        """Have a hook reduce the gradients; collective.
+
+        Raises:
+            RuntimeError: a hook is registered already, or a backward has run.
+        """
+        self._bind_hook(hook)
+        self.averaging.follow_hook(hook)
+
+    def _bind_hook(self, hook: CommHook) -> None:
+        self.hook = hook
+        behind = hook if self.driver is None else self.driver.hook(hook) or hook
+        self.bound_hook = install_hook(self.reducer, behind, lambda: self.step)
+        self._restore_hook()
+
+    def begin(self) -> None:
+        """Take account of the hook that there is by now, or of none; collective, before the first step."""
+        if self.bound_hook is None:
+            self._restore_hook()
+            if self.driver is not None and not self.driver.has_hook and (hook := self.driver.hook(None)) is not None:
+                install_hook(self.reducer, hook, lambda: self.step)
+        self.note_loss_scale()
+
+    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the optimizers' steps, with ``optimizer_in_hook``; collective."""
+        if self.driver is not None:
+            self.driver.attach(optimizers)
+
+    def note_loss_scale(self) -> None:
+        """Take note of the scale of the gradients to come; after each optimizer step. See `LossScale`."""
+        self.loss_scale.note(self.bound_hook)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def before_forward(self, buffers_from: int = 0) -> None:
+        """Prepare for the user's forward; collective where buffers are refreshed.
+
+        Args:
+            buffers_from: The rank whose buffers are taken.
+        """
+        self.averaging.before_forward()
+        self.reducer.before_forward(buffers_from)
+        self._checks.watch_gradients()
+
+    def after_forward(self, output: object) -> None:
+        """Take what the user's forward returned; with gradients enabled, it decides what its backward does."""
+        if not torch.is_grad_enabled():
+            return
+        reducer = self.reducer
+        reducer.sync = self._sync and not self.averaging.trains_alone
+        if reducer.sync:
+            self._awaits_backward = True
+            reducer.watch_backward_of(roots_in(output))
+        self._checks.watch_gradients()
+        if self._clock is not None and reducer.synced_backwards and not self._warned and not self.optimizers():
+            self._warned = True
+            if text := self._clock.warning(self.settings, self.hook):
+                self._warn(text)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication; the first backward of a later forward reduces them all."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextmanager
+    def backward(self, *, joined: bool = False) -> Iterator[None]:
+        """Surround one backward, however it runs; at its end the gradients are reduced, and checked.
+
+        Args:
+            joined: Whether this rank has run out of data, and does its part without.
+        """
+        self._checks.watch_gradients()
+        reducer, before = self.reducer, self.reducer.synced_backwards
+        overlapping = nullcontext() if self.driver is None else self.driver.overlapping()
+        with overlapping, reducer.shadowing(joined), reducer.backward_window():
+            yield
+        ran = reducer.synced_backwards - before
+        self.windowed_backwards += ran
+        if ran or self.averaging.trains_alone:
+            self.check_gradients()
+
+    def _begin_backward(self) -> None:
+        self.loss_scale.follow(self.bound_hook)
+        if self._clock is not None and self.driver is not None and self.driver.begun:
+            raise RuntimeError(
+                "A second backward before `optimizer.step()`: `optimizer_in_hook` has stepped while the gradients of "
+                "the first one came. Accumulate under `fabric.no_backward_sync(model)`, or use "
+                "`OptimizerInHook(shard=True, overlap=False)`."
+            )
+
+    def finish_backward(self) -> bool:
+        """Have the gradients of this step in ``.grad``, before they are used; for backwards of the user's own.
+
+        A rank that ran no backward since the last step, while others may have, does its part here with zeros.
+
+        Returns:
+            False if no rank ran one.
+
+        Raises:
+            RuntimeError: On all ranks, if a gradient is not finite and the user wants to know.
+        """
+        reducer = self.reducer
+        reducer.finalize_pending_backward()
+        joins = self._awaits_backward and reducer.synced_backwards == self._backwards_at_step
+        self._awaits_backward = False
+        if joins:
+            reducer.sync = True
+            with reducer.backward_window():
+                pass
+        self.check_gradients()
+        return not (joins and reducer.skip_step)
+
+    def announce_samples(self, samples: int) -> None:
+        """Tell the other ranks how many samples this rank's micro-batch holds; collective."""
+        assert self._weights is not None
+        self._weights.post(samples)
+
+    def loss_factor(self) -> float:
+        """Return the factor for this rank's loss with which the mean over ranks is the mean over samples."""
+        return 1.0 if self._weights is None else self._weights.factor()
+
+    # ------------------------------------------------------------------ the clock
+
+    @property
+    def step(self) -> int:
+        """The training step that comes next."""
+        return self.reducer.synced_backwards if self._step is None else self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer | None = None) -> Iterator[None]:
+        """Surround the step of an optimizer; collective where a training step ends with it.
+
+        Args:
+            optimizer: The optimizer, where a clock counts their steps.
+        """
+        self._stepping = True
+        stepping = nullcontext() if self.driver is None or self._clock is not None else self.driver.stepping()
+        try:
+            with stepping:
+                if self._clock is not None and optimizer is not None and self._clock.has_stepped(optimizer):
+                    self.step_ended()
+                yield
+            self._backwards_at_step = self.reducer.synced_backwards
+            self._awaits_backward = False
+            if self._clock is not None and optimizer is not None and self._clock.count(optimizer):
+                self.step_ended()
+        finally:
+            self._stepping = False
+
+    def step_ended(self) -> None:
+        """Count a training step, and do what is due after it; collective."""
+        if self._clock is not None:
+            self._clock.restart()
+        self.step += 1
+        self.averaging.step_ended()
+        self._checks.after_step(self.step, self.hook, averaged=not self.averaging.replicas_identical)
+
+    def progress(self) -> Progress:
+        """Tell how far it has come; from any thread."""
+        place = self.reducer.aborted_at or (*self.reducer.progress(), self.reducer.waits_for())
+        return Progress(self.step, *place)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it is where it may wait for the other ranks: in a backward or a step."""
+        return bool(self.reducer.progress()[2]) or self._stepping
+
+    # ------------------------------------------------------------------ where ranks meet
+
+    def before_eval(self) -> None:
+        """Settle what is pending, and put the averaged model into the module; collective."""
+        self.reducer.settle_status()
+        self.averaging.before_eval()
+
+    def before_checkpoint(self) -> None:
+        """Settle what is pending, and compare the parameters of all ranks before they are saved; collective."""
+        self.reducer.settle_status()
+        self._checks.before_checkpoint(self.step, self.hook, averaged=not self.averaging.replicas_identical)
+
+    def finish(self) -> None:
+        """Settle what is pending, and give all ranks the averaged model for good; collective."""
+        self.reducer.settle_status()
+        self.averaging.finish()
+
+    def check_gradients(self) -> None:
+        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective."""
+        self._checks.check_gradients(self.step)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether there is more to a checkpoint than the states of module and optimizers, and the clock."""
+        return self.hook is not None or self.averaging.active
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds only a part of the optimizers' state."""
+        return self.driver is not None and self.driver.settings.shard
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, whole and averaged on the first rank; collective, also once closed."""
+        if self.driver is None:
+            return self.averaging.optimizer_state(optimizer)
+        return self.driver.state_dict(optimizer)
+
+    def state_dict(self, *, collective: bool = True, with_replicas: bool = True) -> dict[str, Any]:
+        """Return what is needed to go on, beside the states of module and optimizers; collective.
+
+        It consists of tensors, str, int, float, bool, None, list and dict only.
+
+        Args:
+            collective: False after an error: what needs other ranks is left out, and named under ``"missing"``.
+            with_replicas: Whether the replicas of an averager are in it.
+        """
+        state = training_state(self.step, self.bound_hook, loss_scale=self.loss_scale.value, collective=collective)
+        state["averaging"] = self.averaging.state_dict(with_replicas=with_replicas) if collective else None
+        if self.averaging.active and not collective:
+            state["missing"].append("the averaged model and the averager's state")
+        if self.sharded and not collective:
+            state["missing"].append("the other ranks' parts of the optimizer state")
+        if self._clock is not None:
+            state["stepped"] = self._clock.stepped()
+        return state
+
+    def load_state_dict(self, state: object) -> None:
+        """Go on from what `state_dict` returned, once module and optimizers have been loaded.
+
+        Raises:
+            ValueError: The state is damaged, or another hook's or averager's.
+        """
+        read = read_training_state({STATE_KEY: state})
+        assert read is not None
+        self.restore(read)
+        if self._clock is not None:
+            self._clock.restart(read.get("stepped", ()))
+        self._backwards_at_step = self.reducer.synced_backwards
+        self._awaits_backward = False
+        self.load_averaging(read.get("averaging"))
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the clock and the hook's state of a checkpoint, as `read_training_state` returns them."""
+        self._restored = state
+        self.step = int(state["step"])
+        self.loss_scale.value = float(state.get("loss_scale", 1.0))
+        self._restore_hook()
+        self.averaging.follow_clock()
+
+    def _restore_hook(self) -> None:
+        if self._restored is not None and (warning := restore_hook(self._restored, self.bound_hook)):
+            self._warn(warning)
+
+    def load_averaging(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the averager's state of a checkpoint, once module and optimizers have been loaded."""
+        if state is not None and self.averaging.active:
+            self.averaging.load_state_dict(state)
+        elif state is not None:
+            self._warn("The checkpoint holds the state of an averager, but this run has none.")
+
+    # ------------------------------------------------------------------ the end
+
+    def fail(self, *, broken: bool) -> None:
+        """Take note that this rank ends with an error.
+
+        Args:
+            broken: Whether nobody knows what groups still wait for, as after an error of the connection.
+        """
+        self.failed, self._broken = True, broken
+        self.reducer.failed = True
+        self.reducer.aborted_work |= self._weights is not None and self._weights.pending
+
+    def close(self) -> None:
+        """Let go of the module, and free groups; `optimizer_state` works on."""
+        if self.closed:
+            return
+        self.closed = True
+        self._early.close()
+        self._checks.close()
+        self.averaging.close(failed=self.failed, broken=self._broken)
+        if self.driver is not None:
+            self.driver.close(failed=self.failed, broken=self._broken)
+        self.reducer.detach()
+        self._weights = self.bound_hook = None
+
+
+@contextmanager
+def skippable_step(runs: Sequence[TrainingRun]) -> Iterator[None]:
+    """Leave the step under this context at a `SkipStepError`, and take back what was stepped early."""
+    try:
+        yield
+    except SkipStepError:
+        for run in runs:
+            if run.driver is not None:
+                run.driver.rollback()

@@ -1,0 +1,65 @@
+"""What a training run looks at so that ranks do not go on with something wrong: gradients and replicas."""
+
+from __future__ import annotations
+
+from lightning_ddp_hooks.config import Settings, replicas_differ_from
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.replicas import check_replicas
+from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.reducer.reducer import Reducer
+
+
+class RunChecks:
+    """The checks that the settings of a run ask for; all calls are made on all ranks alike.
+
+    Args:
+        settings: What the user has set.
+        reducer: Reduces the gradients.
+        scaled: Whether a GradScaler makes gradients infinite on purpose, and skips such steps.
+    """
+
+    def __init__(self, settings: Settings, reducer: Reducer, *, scaled: bool) -> None:
+        self._every = settings.check_replicas_every_n_steps
+        self._reducer = reducer
+        watches = settings.detect_nonfinite and not scaled
+        self._nonfinite = NonfiniteGradients(reducer.control_group) if watches else None
+
+    def watch_gradients(self) -> None:
+        """Look at the gradients of the backward to come."""
+        if self._nonfinite is not None:
+            self._nonfinite.watch(zip(self._reducer.names, self._reducer.params, strict=True))
+
+    def check_gradients(self, step: int) -> None:
+        """Raise on all ranks if a gradient was not finite; collective."""
+        if self._nonfinite is not None:
+            self._nonfinite.check(step)
+
+    def after_step(self, step: int, hook: CommHook | None, *, averaged: bool) -> None:
+        """Compare the parameters of all ranks every so many steps, where they are meant to be the same; collective.
+
+        Args:
+            step: The step that comes next.
+            hook: What reduces the gradients.
+            averaged: Whether an averager lets replicas differ.
+        """
+        if self._every and step % self._every == 0 and not averaged:
+            self._compare(step, hook, f"by the end of step {step - 1}")
+
+    def before_checkpoint(self, step: int, hook: CommHook | None, *, averaged: bool) -> None:
+        """Compare the parameters of all ranks likewise before they are saved, unless that is not wanted; collective."""
+        if self._every != 0 and not averaged:
+            self._compare(step, hook, f"before the checkpoint of step {step}")
+
+    def _compare(self, step: int, hook: CommHook | None, when: str) -> None:
+        # Whoever asks for the check under a function of their own knows what it gives the ranks.
+        asked_for = bool(self._every) and isinstance(hook, TorchHook)
+        first, reducer = replicas_differ_from(hook), self._reducer
+        if reducer.world_size > 1 and (asked_for or first is None or step <= first):
+            named = [(n, p) for n, p in zip(reducer.names, reducer.params, strict=True) if p.requires_grad]
+            check_replicas([n for n, _ in named], [p for _, p in named], reducer.control_group, when)
+
+    def close(self) -> None:
+        """Stop to look at gradients."""
+        if self._nonfinite is not None:
+            self._nonfinite.close()
