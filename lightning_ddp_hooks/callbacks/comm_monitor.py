@@ -140,7 +140,7 @@ class CommMonitor(Callback):
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts=_facts(trainer, strategy, backend),
-            has_hook=strategy.run.bound_hook is not None,
+            has_hook=strategy.run.hook.bound is not None,
             bucket_cap_bytes=strategy.reducer.stats()["bucket_cap_bytes"],
         )
         self._unlogged = []
@@ -270,7 +270,7 @@ def _facts(trainer: pl.Trainer, strategy: DDPHooksStrategy, backend: str) -> dic
     """Say what runs, for the head of the report."""
     from lightning_ddp_hooks.lightning.summary import declared  # whose package imports this one
 
-    hook, bound = strategy.run.hook, strategy.run.bound_hook
+    hook, bound = strategy.run.hook.declared, strategy.run.hook.bound
     # As at the start of the fit.
     texts = declared(hook, strategy.settings.averager, None)
     device = strategy.root_device

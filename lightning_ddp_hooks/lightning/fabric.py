@@ -88,7 +88,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         >>> model, optimizer = fabric.setup(model, optimizer)
     """
 
-    checkpoint_io = checkpoint_io_property  # type: ignore[assignment]
+    checkpoint_io = checkpoint_io_property
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         try:
             yield
         finally:
-            run.averaging.after_eval()
+            run.after_eval()
 
     def finish_averaging(self, model: nn.Module | None = None) -> None:
         """End training: every rank gets the averaged model for good; on all ranks. Nothing happens without an averager.
@@ -262,7 +262,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
             in_parts=len(optimizers) > 1,
             warn=rank_zero_warn,
         )
-        run.begin()
+        run.hook.begin()
         if optimizers:
             run.attach_optimizers(optimizers)
         wrapped = HookedModule(module, run, clock, self.root_device)
@@ -336,7 +336,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
                     kwargs["closure"] = lambda: finish(closure())
                 output = super().optimizer_step(optimizer, **kwargs)
             for run in self._runs:
-                run.note_loss_scale()
+                run.hook.note_loss_scale()
         return output
 
     @override
@@ -367,7 +367,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         if not isinstance(module, HookedModule):
             return super().get_module_state_dict(module)
         state = super().get_module_state_dict(module.module)
-        return module.run.averaging.model_state(state) if self._saving else state
+        return module.run.model_state(state) if self._saving else state
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -175,14 +175,10 @@ class DDPHooksStrategy(DDPStrategy):
 
     @property
     def run(self) -> TrainingRun:
-        """The training run; exists while fitting.
-
-        Raises:
-            RuntimeError: the Trainer is not fitting.
-        """
-        if self._run is None or self._run.closed:
+        """The training run; exists while fitting, as the reducer does."""
+        if self._fitting is None:
             raise RuntimeError("The reducer exists only while the Trainer is fitting.")
-        return self._run
+        return self._fitting
 
     @property
     def reducer(self) -> Reducer:
@@ -237,8 +233,12 @@ class DDPHooksStrategy(DDPStrategy):
         """
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
-        settings = replace(self.settings, averager=averager, **flags)
+        settings = replace(
+            self.settings,
+            averager=averager,
+            average_before_eval=average_before_eval,
+            save_replicas=save_replicas,
+        )
         settings.check()
         raise_on_conflict(settings.in_fit(**self._inputs.facts()))
         self.settings = settings
@@ -248,14 +248,14 @@ class DDPHooksStrategy(DDPStrategy):
         raise_on_conflict(self._settings_now(policy=settings.policy, divisor=settings.divisor))
         self._inputs.start(settings, trainer)
 
-    def _settings_now(self, comm_hook: object = None, **facts: Any) -> FitSettings:
+    def _settings_now(self, comm_hook: HookLike | None = None, **facts: Any) -> FitSettings:
         """Return what is set, as far as it is known here, and what the caller has found out."""
-        hook = comm_hook or (self.settings.hook if self._fitting is None else self._fitting.hook)
+        hook = comm_hook or (self.settings.hook if self._fitting is None else self._fitting.hook.declared)
         return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
 
     # ------------------------------------------------------------------ setup
 
-    checkpoint_io = checkpoint_io_property  # type: ignore[assignment]
+    checkpoint_io = checkpoint_io_property
 
     @property
     def _fitting(self) -> TrainingRun | None:
@@ -339,17 +339,11 @@ class DDPHooksStrategy(DDPStrategy):
         super().on_train_start()
         module = self.lightning_module
         assert module is not None
-        self.run.begin()
+        self.run.hook.begin()
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
         steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
-        inputs = self._inputs.text()
-        announce(
-            self.run,
-            self._settings_now(**facts_of_fit(module)),
-            rank_zero_info,
-            steps=steps,
-            inputs=None if inputs is None else f"uneven, {inputs}",
-        )
+        settings = self._settings_now(**facts_of_fit(module))
+        announce(self.run, settings, rank_zero_info, steps=steps, inputs=self._inputs.text())
 
     # ------------------------------------------------------------------ data and steps
 
@@ -428,7 +422,7 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def on_validation_end(self) -> None:
         if self._fitting is not None:
-            self._fitting.averaging.after_eval()
+            self._fitting.after_eval()
 
     # ------------------------------------------------------------------ collectives
 
@@ -466,12 +460,12 @@ class DDPHooksStrategy(DDPStrategy):
         state = super().lightning_module_state_dict()
         if self._fitting is None or not self._may_communicate:
             return state
-        return self._fitting.averaging.model_state(state)
+        return self._fitting.model_state(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         run = self._run
-        if run is None or not self._may_communicate or not (run.sharded or run.averaging.active):
+        if run is None or not self._may_communicate or not (run.sharded or run.averaging is not None):
             return super().optimizer_state(optimizer)
         return run.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 

@@ -80,7 +80,7 @@ class TrainerSteps:
     def _end_manual_step(self) -> None:
         run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven is not None
         by_hand = self._reducer.synced_backwards - synced > run.windowed_backwards - windowed
-        if by_hand or run.averaging.trains_alone:
+        if by_hand or run.trains_alone:
             run.check_gradients()
         run.step_ended()
         if by_hand and (uneven or run.weighs_samples):
@@ -117,7 +117,7 @@ class TrainerSteps:
         self._reducer.finalize_pending_backward()
         if self._manual:
             output = perform(closure)
-            run.note_loss_scale()
+            run.hook.note_loss_scale()
             return output
 
         def closure_that_may_skip() -> Any:
@@ -129,6 +129,6 @@ class TrainerSteps:
         output = None
         with skippable_step([run]), run.stepping():
             output = perform(closure_that_may_skip)
-        run.note_loss_scale()
+        run.hook.note_loss_scale()
         run.step_ended()
         return output
