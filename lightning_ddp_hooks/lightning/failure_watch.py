@@ -123,8 +123,8 @@ class TrainerWatch:
     def _progress(self) -> Progress:
         run, collectives = self._run(), comm.collectives_begun() if comm.is_initialized() else 0
         waits_for = self._waits_for() or blocking_collective(self._thread)
-        if run is None or run.closed:
-            return Progress(0 if run is None else run.step, waits_for=waits_for, collectives=collectives)
+        if run is None:
+            return Progress(0, waits_for=waits_for, collectives=collectives)
         if waits_for:
             return Progress(run.step, run.reducer.synced_backwards, waits_for=waits_for, collectives=collectives)
         return replace(run.progress(), collectives=collectives)

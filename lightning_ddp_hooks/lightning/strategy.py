@@ -164,7 +164,7 @@ class DDPHooksStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._steps: TrainerSteps | None = None
-        self._run: TrainingRun | None = None  # stays when it is closed: a checkpoint can be saved even then
+        self._run: TrainingRun | None = None
         self._inputs = Inputs()
         self._logging: LoggingCheck | None = None
         self._watch: TrainerWatch | None = None
@@ -176,9 +176,9 @@ class DDPHooksStrategy(DDPStrategy):
     @property
     def run(self) -> TrainingRun:
         """The training run; exists while fitting, as the reducer does."""
-        if self._fitting is None:
+        if self._run is None:
             raise RuntimeError("The reducer exists only while the Trainer is fitting.")
-        return self._fitting
+        return self._run
 
     @property
     def reducer(self) -> Reducer:
@@ -207,8 +207,8 @@ class DDPHooksStrategy(DDPStrategy):
         if self.settings.hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         raise_on_conflict(self._settings_now(comm_hook=declared))
-        if self._fitting is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
-            self._fitting.install_hook(declared)
+        if self._run is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
+            self._run.install_hook(declared)
         else:
             self.settings = replace(self.settings, comm_hook=declared)
 
@@ -250,16 +250,12 @@ class DDPHooksStrategy(DDPStrategy):
 
     def _settings_now(self, comm_hook: HookLike | None = None, **facts: Any) -> FitSettings:
         """Return what is set, as far as it is known here, and what the caller has found out."""
-        hook = comm_hook or (self.settings.hook if self._fitting is None else self._fitting.hook.declared)
+        hook = comm_hook or (self.settings.hook if self._run is None else self._run.hook.declared)
         return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
 
     # ------------------------------------------------------------------ setup
 
     checkpoint_io = checkpoint_io_property
-
-    @property
-    def _fitting(self) -> TrainingRun | None:
-        return None if self._run is None or self._run.closed else self._run
 
     @property
     def _may_communicate(self) -> bool:
@@ -299,7 +295,6 @@ class DDPHooksStrategy(DDPStrategy):
         raise_on_conflict(self._settings_now(**facts_of_fit(module)))
         if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
             warn_if_too_late(module)
-        self._state.begin()
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
         self._run = TrainingRun(
             module,
@@ -313,6 +308,7 @@ class DDPHooksStrategy(DDPStrategy):
             restored=self._state.restored,
             warn=rank_zero_warn,
         )
+        self._state.begin(self._run)
         self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
         log.debug("reducer: %s", self._run.reducer.stats())
 
@@ -408,21 +404,21 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self._fitting is None:
+        if self._run is None:
             yield
         else:
-            with self._fitting.reducer.no_sync():
+            with self._run.reducer.no_sync():
                 yield
 
     @override
     def on_validation_start(self) -> None:
-        if self._fitting is not None:
-            self._fitting.before_eval()
+        if self._run is not None:
+            self._run.before_eval()
 
     @override
     def on_validation_end(self) -> None:
-        if self._fitting is not None:
-            self._fitting.after_eval()
+        if self._run is not None:
+            self._run.after_eval()
 
     # ------------------------------------------------------------------ collectives
 
@@ -458,21 +454,24 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._fitting is None or not self._may_communicate:
+        if self._run is None or not self._may_communicate:
             return state
-        return self._fitting.model_state(state)
+        return self._run.model_state(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        run = self._run
-        if run is None or not self._may_communicate or not (run.sharded or run.averaging is not None):
-            return super().optimizer_state(optimizer)
-        return run.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        run, plain = self._run, getattr(optimizer, "_optimizer", optimizer)
+        state = None
+        if self._may_communicate and run is not None and run.averaging is not None:
+            state = run.optimizer_state(plain)
+        elif self._may_communicate:
+            state = self._state.optimizer_state(plain)
+        return super().optimizer_state(optimizer) if state is None else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._fitting is not None and self._may_communicate:
-            self._fitting.before_checkpoint()
+        if self._run is not None and self._may_communicate:
+            self._run.before_checkpoint()
         if "optimizer_states" in checkpoint:  # else only the weights are wanted
             self._state.add_to(checkpoint, self._run, collective=self._may_communicate)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -481,13 +480,13 @@ class DDPHooksStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read = super().load_checkpoint
         checkpoint = self._state.load(str(checkpoint_path), lambda: read(checkpoint_path, *args, **kwargs))
-        if self._fitting is not None and self._state.restored is not None:  # a tuner puts back where it began
-            self._fitting.restore(self._state.restored)
+        if self._run is not None and self._state.restored is not None:  # a tuner puts back where it began
+            self._run.restore(self._state.restored)
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        run = self._fitting
+        run = self._run
         if run is None or not run.sharded:
             super().load_optimizer_state_dict(checkpoint)
         else:
@@ -511,8 +510,8 @@ class DDPHooksStrategy(DDPStrategy):
         self._failed = True
         # After an error of the connection, or in the middle of anything, nobody knows what groups still wait for.
         broken = comm.is_collective_error(exception) or not isinstance(exception, Exception)
-        if self._fitting is not None:
-            self._fitting.fail(broken=broken)
+        if self._run is not None:
+            self._run.fail(broken=broken)
         self._inputs.fail(broken=broken)
 
     @override
@@ -520,10 +519,8 @@ class DDPHooksStrategy(DDPStrategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if self._run is not None:
-            self._run.close()
-        self._steps = None
-        self._state.forget()
+        self._state.close(self._run)
+        self._run = self._steps = None
         if self._logging is not None:
             self._logging.close(failed=self._failed)
             self._logging = None
