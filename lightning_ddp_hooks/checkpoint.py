@@ -36,11 +36,7 @@ def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0
 
 
 def require_trainer_checkpoint(checkpoint: object, path: str) -> None:
-    """Make sure that what was read from a file was written by a Trainer.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """Make sure that what was read from a file was written by a Trainer."""
     if not isinstance(checkpoint, dict):
         raise ValueError(f"Expected a Trainer's checkpoint in {path!r}, found a {type(checkpoint).__name__}.")
     if not isinstance(checkpoint.get("pytorch-lightning_version"), str):  # nor would the Trainer take it
@@ -64,9 +60,6 @@ def read_training_state(checkpoint: Mapping[str, Any], path: str | None = None) 
     """Return the state in a Trainer's checkpoint, checked for its form; None if it holds weights only.
 
     Of a run with another strategy it is the number of steps.
-
-    Raises:
-        ValueError: It is not what this version writes; names the path.
     """
     try:
         return _read_training_state(checkpoint)
@@ -116,11 +109,7 @@ def _of_another_strategy(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None:
-    """Hand a hook its state; return a warning for the user if some of it is not there or not used.
-
-    Raises:
-        ValueError: The state does not fit the hook.
-    """
+    """Hand a hook its state; return a warning for the user if some of it is not there or not used."""
     if state.get("missing"):
         return f"The checkpoint was written after an error and lacks: {', '.join(map(str, state['missing']))}."
     saved = state.get("hook")

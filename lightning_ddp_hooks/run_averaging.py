@@ -20,19 +20,7 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 
 
 class RunAveraging:
-    """Averages the model of a run as its settings say; construction is collective.
-
-    Args:
-        settings: What the user has set, with an averager.
-        module: The model.
-        optimizers: Returns the optimizers that train it.
-        reducer: Reduces its gradients.
-        hook: What the gradients are reduced with, as declared.
-        step: Returns the training step that comes next.
-
-    Attributes:
-        driver: Drives the averager.
-    """
+    """Averages the model of a run as its settings say; construction is collective."""
 
     def __init__(
         self,
@@ -102,11 +90,7 @@ class RunAveraging:
         self._prepare_step()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a state, once module and optimizers have been loaded.
-
-        Raises:
-            ValueError: The state is damaged, or another averager's.
-        """
+        """Go on with a state, once module and optimizers have been loaded."""
         self.driver.load_state_dict(state)
         self._weights_loaded = False
         self._prepare_step()

@@ -24,21 +24,7 @@ from lightning_ddp_hooks.reducer.stream import Readout, readout
 
 
 class RunHook:
-    """What reduces the gradients of a run; the plain mean until a hook is installed.
-
-    Args:
-        reducer: Reduces the gradients.
-        driver: Steps the optimizer in the hook, if wanted.
-        scaler: The GradScaler, if any.
-        restored: The run's state in a checkpoint, if any.
-        step: Returns the training step that comes next.
-        warn: Warns the user.
-
-    Attributes:
-        declared: The hook as declared; None for the mean.
-        bound: The hook at work.
-        loss_scale: The scale that the hook's memory is in.
-    """
+    """What reduces the gradients of a run; the plain mean until a hook is installed."""
 
     def __init__(
         self,
@@ -61,12 +47,7 @@ class RunHook:
         self.loss_scale = 1.0 if restored is None else float(restored.get("loss_scale", 1.0))
 
     def install(self, hook: CommHook) -> None:
-        """Have a hook reduce the gradients, and go on with its state; collective.
-
-        Raises:
-            RuntimeError: A hook is installed already, or a backward has run.
-            ValueError: The state does not fit the hook.
-        """
+        """Have a hook reduce the gradients, and go on with its state; collective."""
         self.declared = hook
         behind = hook if self._driver is None else self._driver.hook(hook) or hook
         self.bound = install_hook(self._reducer, behind, self._step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -86,19 +86,16 @@ class DDPHooksStrategy(DDPStrategy):
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
         failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
-            store that it is alive. When a rank fails, dies or is stopped, the others end with an error that names it,
-            its own error if it could still tell, and where they stood. A rank that cannot say that it failed is given
-            up when it has been silent for so long while the others wait for it; one whose connections broke, earlier.
-            A process whose main thread then is stuck in a collective of gloo writes the error to stderr and exits.
-            Nothing of this is on the way of gradients.
+            store that it is alive. When a rank fails, dies, or is silent for so long while the others wait for it, they
+            end with an error that names it, its own error if it could still tell, and where they stood; a process that
+            is stuck in a collective of gloo by exiting.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before the step, naming rank
             and parameter. Has no effect under a GradScaler, which deals with such gradients itself.
         check_logged_values: raise on all ranks when they log different keys with ``sync_dist=True``, or metrics with
-            states that do not go together, instead of reducing what has nothing to do with each other. It follows what
-            Lightning logs, and each value carries its key. Means of integers are exact with it.
+            states that do not go together, instead of reducing what has nothing to do with each other.
         start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
@@ -167,7 +164,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._run: TrainingRun | None = None
         self._inputs = Inputs()
         self._logging: LoggingCheck | None = None
-        self._watch: TrainerWatch | None = None
+        self._watch = TrainerWatch()
         self._failed = False
         self._state = TrainerState()
 
@@ -182,11 +179,7 @@ class DDPHooksStrategy(DDPStrategy):
 
     @property
     def reducer(self) -> Reducer:
-        """The gradient reducer; exists while fitting.
-
-        Raises:
-            RuntimeError: the Trainer is not fitting.
-        """
+        """The gradient reducer; exists while fitting, else it raises a RuntimeError."""
         return self.run.reducer
 
     def stats(self) -> dict[str, object]:
@@ -233,12 +226,8 @@ class DDPHooksStrategy(DDPStrategy):
         """
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        settings = replace(
-            self.settings,
-            averager=averager,
-            average_before_eval=average_before_eval,
-            save_replicas=save_replicas,
-        )
+        flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
+        settings = replace(self.settings, averager=averager, **flags)
         settings.check()
         raise_on_conflict(settings.in_fit(**self._inputs.facts()))
         self.settings = settings
@@ -269,22 +258,22 @@ class DDPHooksStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = self._state.agreed = False
-        self._watch = TrainerWatch(
-            self.settings.failure_timeout,
-            lambda: self._run,
-            lambda: "" if self._logging is None else self._logging.waits_for,
-            lambda: self._inputs.uneven is not None,
-            lambda: self.launcher,
-        )
+        if self.settings.failure_timeout is not None:
+            self._watch.start(self.settings.failure_timeout, self._progress, self._uneven, lambda: self.launcher)
+
+    def _progress(self) -> tuple[TrainingRun | None, str]:
+        return self._run, "" if self._logging is None else self._logging.waits_for
+
+    def _uneven(self) -> bool:
+        return self._inputs.uneven is not None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._logging = LoggingCheck(trainer, self.root_device, lambda: 0 if self._run is None else self._run.step)
-        if self._watch is not None:
-            self._watch.set_up()
+            self._logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
+        self._watch.set_up()
 
     @override
     def configure_ddp(self) -> None:
@@ -318,17 +307,12 @@ class DDPHooksStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.run.attach_optimizers(self.optimizers)
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of this fit."""
-        return super().optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
+    def _set_optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        driver = None if self._run is None else self._run.driver
-        if driver is not None and driver.attached:  # others take over in mid-fit
-            driver.attach(optimizers)
+        if self._run is not None and self._run.driver is not None and self._run.driver.attached:
+            self._run.driver.attach(optimizers)  # others take over in mid-fit
+
+    optimizers = property(DDPStrategy.optimizers.fget, _set_optimizers)  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self) -> None:
@@ -360,23 +344,20 @@ class DDPHooksStrategy(DDPStrategy):
         batch = _compat.before_batch_transfer(self.lightning_module, self.precision_plugin.convert_input(batch))
         return super().batch_to_device(batch)
 
-    def _run_step(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._inputs.run_step(name, step, args, kwargs, self._as_if_read)
-
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("validation_step", super().validation_step, args, kwargs)
+        return self._inputs.run_step("validation_step", super().validation_step, args, kwargs, self._as_if_read)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("test_step", super().test_step, args, kwargs)
+        return self._inputs.run_step("test_step", super().test_step, args, kwargs, self._as_if_read)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         self._steps.begin(args[0] if args else kwargs)
         step = self._steps.user_step(super().training_step)
-        return self._steps.end(self._run_step("training_step", step, args, kwargs))
+        return self._steps.end(self._inputs.run_step("training_step", step, args, kwargs, self._as_if_read))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -404,11 +385,8 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self._run is None:
+        with nullcontext() if self._run is None else self._run.reducer.no_sync():
             yield
-        else:
-            with self._run.reducer.no_sync():
-                yield
 
     @override
     def on_validation_start(self) -> None:
@@ -505,8 +483,7 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._watch is not None:
-            self._watch.explain(exception)
+        self._watch.explain(exception)
         self._failed = True
         # After an error of the connection, or in the middle of anything, nobody knows what groups still wait for.
         broken = comm.is_collective_error(exception) or not isinstance(exception, Exception)
@@ -516,9 +493,7 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        self._watch.stop()
         self._state.close(self._run)
         self._run = self._steps = None
         if self._logging is not None:

@@ -28,15 +28,7 @@ log = logging.getLogger(__name__)
 def announce(
     run: TrainingRun, settings: FitSettings, say: Callable[[str], object], *, steps: float, inputs: str | None = None
 ) -> None:
-    """Say on rank zero who communicates what, and warn of what will do nothing.
-
-    Args:
-        run: What begins.
-        settings: Its settings, with what is known of the fit.
-        say: Shows a text on rank zero.
-        steps: How many steps the fit has in all; infinity if that is not known.
-        inputs: How inputs are uneven; None if they are not.
-    """
+    """Say on rank zero who communicates what, and warn of what will do nothing."""
     hook, averager = run.hook.declared, settings.averager
     texts = declared(hook, averager, settings.optimizer_in_hook)
     texts["inputs"] = None if inputs is None else f"uneven, {inputs}"

@@ -25,13 +25,7 @@ from lightning_ddp_hooks.run import TrainingRun
 
 
 class TrainerState:
-    """The states that a strategy has read and those that it is going to write.
-
-    Attributes:
-        restored: State of the run in the checkpoint that was read last.
-        agreed: Whether ranks have agreed on the checkpoint that this run goes on from.
-        driver: Steps the optimizers of the last fit; a checkpoint can be saved when the fit is over.
-    """
+    """The states that a strategy has read and those that it is going to write."""
 
     def __init__(self) -> None:
         self.restored: Mapping[str, Any] | None = None
@@ -63,11 +57,7 @@ class TrainerState:
         return checkpoint
 
     def load_optimizers(self, run: TrainingRun, states: list[Any]) -> None:
-        """Have each rank take its parts of the states of sharded optimizers.
-
-        Raises:
-            ValueError: A state is damaged.
-        """
+        """Have each rank take its parts of the states of sharded optimizers."""
         assert run.driver is not None
         try:
             for optimizer, state in zip(run.optimizers(), states, strict=False):

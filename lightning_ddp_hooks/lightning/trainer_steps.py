@@ -21,14 +21,7 @@ from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
 
 
 class TrainerSteps:
-    """Runs the training steps of one fit.
-
-    Args:
-        run: The training run.
-        inputs: The inputs, even or not.
-        manual: Whether the module optimises manually.
-        device: Where the module is.
-    """
+    """Runs the training steps of one fit."""
 
     def __init__(self, run: TrainingRun, inputs: Inputs, *, manual: bool, device: torch.device) -> None:
         self._run = run
@@ -61,11 +54,7 @@ class TrainerSteps:
         return with_end
 
     def end(self, output: Any) -> Any:
-        """Take what the user's step returned, and return what Lightning is to see; collective.
-
-        Raises:
-            RuntimeError: A backward of the user's own ran that was to be weighted.
-        """
+        """Take what the user's step returned, and return what Lightning is to see; collective."""
         tail = self._inputs.tail
         if tail is not None:
             self._reducer.buffers.refresh(tail.first)
