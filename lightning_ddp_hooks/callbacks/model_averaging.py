@@ -58,6 +58,7 @@ class ModelAveraging(Callback):
         self._averaging: Averaging | None = None
         self._final: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
+        self._loaded_step = 0
         self._steps_seen = 0
         self._handed_to: object | None = None
         self._failed = False
@@ -117,14 +118,16 @@ class ModelAveraging(Callback):
     ) -> None:
         # Optimizers and groups do not exist yet.
         self._loaded = checkpoint.get(STATE_KEY)
+        self._loaded_step = int(checkpoint.get("global_step", 0))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._averaging is not None:
+            self._averaging.bound.step = self._loaded_step
             if self._loaded is not None:
                 self._averaging.load_state_dict(self._loaded)
             self._steps_seen = trainer.global_step
-        self._loaded = None
+        self._loaded, self._loaded_step = None, 0
 
     # ------------------------------------------------------------------ each step
 

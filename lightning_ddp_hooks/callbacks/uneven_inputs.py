@@ -1,7 +1,7 @@
 """Uneven inputs under a Trainer: what the user declares, and what is checked before anything runs.
 
 UnevenInputs (here)  -- setup -->  UnevenRun (uneven_run.py)        one per fit, validation or test
-DDPHooksStrategy     -- verbs -->  UnevenStrategy (strategy/uneven.py) --> UnevenRun
+DDPHooksStrategy     -- verbs -->  Inputs (lightning/uneven.py) --> UnevenRun
                                    logs and metrics: uneven_logs.py    collectives: uneven_collectives.py
 """
 

@@ -20,6 +20,7 @@ from lightning_ddp_hooks.averaging import (
     PeriodicModelAverager,
     SlowMo,
 )
+from lightning_ddp_hooks.callbacks import ModelAveraging
 
 pytestmark = [
     pytest.mark.ranks,
@@ -54,9 +55,11 @@ class Watched(Net):
         self.equal_after[self.trainer.global_step] = are_equal(self.net)
 
 
-def fit(strategy: str | Mapping[str, Any], steps: int, start: Path | None = None) -> tuple[Any, dict[int, bool]]:
+def fit(
+    strategy: str | Mapping[str, Any], steps: int, start: Path | None = None, **options: Any
+) -> tuple[Any, dict[int, bool]]:
     module = make_module(Watched)
-    trainer = make_trainer(strategy, **{**QUIET, "max_epochs": -1, "max_steps": steps})
+    trainer = make_trainer(strategy, **{**QUIET, "max_epochs": -1, "max_steps": steps, **options})
     trainer.fit(module, ckpt_path=start)
     return trainer, module.equal_after
 
@@ -70,6 +73,8 @@ def resume_in_a_trainer(path: Path) -> dict[str, list[dict[int, bool]]]:
         found[name] = [{step: equal for step, equal in whole.items() if step > BEFORE}]
         for source in ("ddp_hooks", "ddp"):
             found[name].append(fit({"averager": averager}, STEPS, path / source)[1])
+        by_callback = {"callbacks": [ModelAveraging(averager)]}
+        found[name].append(fit("ddp", STEPS, path / "ddp", **by_callback)[1])
     return found
 
 
@@ -78,7 +83,7 @@ def test_a_trainers_averager_goes_on_at_the_step_of_the_checkpoint(tmp_path: Pat
     for found in run_ranks(resume_in_a_trainer, tmp_path, timeout=150):
         for name, (whole, *resumed) in found.items():
             assert set(whole.values()) == {True, False}, name
-            assert resumed == [whole, whole], name
+            assert resumed == [whole, whole, whole], name
 
 
 def train(averager: ModelAverager | None, steps: int, load: Path | None = None) -> tuple[Any, ...]:
