@@ -25,12 +25,7 @@ _MAX_STEP = 1 << 53  # what a float can count to
 def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0, collective: bool) -> dict[str, Any]:
     """Return what a run needs to go on; collective if a hook has state.
 
-    Args:
-        step: the training step that comes next.
-        hook: the hook at work.
-        loss_scale: the scale of the gradients that the hook has seen last.
-        collective: False after an error, when other ranks may be anywhere: what needs them is left out then, and named
-            under ``"missing"``.
+    After an error, when other ranks may be anywhere, what needs them is left out, and named under ``"missing"``.
     """
     state: dict[str, Any] = {"format": FORMAT, "step": step, "hook": None, "loss_scale": loss_scale, "missing": []}
     if hook is not None and collective:
@@ -41,11 +36,7 @@ def training_state(step: int, hook: BoundHook | None, *, loss_scale: float = 1.0
 
 
 def require_trainer_checkpoint(checkpoint: object, path: str) -> None:
-    """Make sure that what was read from a file was written by a Trainer.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """Make sure that what was read from a file was written by a Trainer."""
     if not isinstance(checkpoint, dict):
         raise ValueError(f"Expected a Trainer's checkpoint in {path!r}, found a {type(checkpoint).__name__}.")
     if not isinstance(checkpoint.get("pytorch-lightning_version"), str):  # nor would the Trainer take it
@@ -66,16 +57,9 @@ def progress_in(checkpoint: Mapping[str, Any]) -> str:
 
 
 def read_training_state(checkpoint: Mapping[str, Any], path: str | None = None) -> dict[str, Any] | None:
-    """Return the state in a checkpoint, checked for its form; None if it holds weights only.
+    """Return the state in a Trainer's checkpoint, checked for its form; None if it holds weights only.
 
     Of a run with another strategy it is the number of steps.
-
-    Args:
-        checkpoint: as the Trainer wrote it.
-        path: of its file, for error messages.
-
-    Raises:
-        ValueError: it is not what this version writes.
     """
     try:
         return _read_training_state(checkpoint)
@@ -125,14 +109,7 @@ def _of_another_strategy(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None:
-    """Hand a hook its state.
-
-    Returns:
-        A warning for the user if some state is not there or not used, else None.
-
-    Raises:
-        ValueError: the state does not fit the hook.
-    """
+    """Hand a hook its state; return a warning for the user if some of it is not there or not used."""
     if state.get("missing"):
         return f"The checkpoint was written after an error and lacks: {', '.join(map(str, state['missing']))}."
     saved = state.get("hook")

@@ -16,12 +16,7 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 
 
 class OptimizerClock:
-    """Counts the steps of a model's optimizers, which it holds weakly.
-
-    Args:
-        module: The model.
-        optimizers: The optimizers that were set up together with it.
-    """
+    """Counts the steps of a model's optimizers, which it holds weakly."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         self._module = module

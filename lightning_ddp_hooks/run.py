@@ -21,12 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, restore_hook, training_state
+from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, training_state
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.health.heartbeat import Progress
-from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
-from lightning_ddp_hooks.hooks.install import install_hook
-from lightning_ddp_hooks.loss_scale import LossScale
+from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
@@ -35,6 +33,7 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 from lightning_ddp_hooks.run_averaging import RunAveraging
 from lightning_ddp_hooks.run_checks import RunChecks
+from lightning_ddp_hooks.run_hook import RunHook
 
 
 class SkipStepError(Exception):
@@ -60,16 +59,10 @@ class TrainingRun:
         warn: Warns the user.
 
     Attributes:
-        module: The user's module.
-        settings: What the user has set.
         reducer: Reduces the gradients.
-        optimizers: Returns the optimizers that train it.
-        hook: What reduces the gradients, as declared; None for the mean.
-        bound_hook: The hook at work.
+        hook: What the gradients are reduced with.
         driver: Steps the optimizers, with ``optimizer_in_hook``.
-        averaging: Averages the model, if the settings say so.
-        loss_scale: The scale that the hook's memory is in.
-        weighs_samples: Whether losses are weighed by samples.
+        averaging: Averages the model, with ``averager``.
         windowed_backwards: How many synchronised backwards have run under `backward`.
         failed: Whether this rank ends with an error, so that nothing collective is done any more.
         closed: Whether another run, or none, has the module's parameters now.
@@ -94,17 +87,13 @@ class TrainingRun:
     ) -> None:
         self.module = module
         self.settings = settings
-        self.hook: CommHook | None = None
-        self.bound_hook: BoundHook | None = None
         self.driver: OptimizerDriver | None = None
         self.windowed_backwards = 0
         self.failed = self.closed = self._broken = False
         self.optimizers = optimizers if clock is None else clock.optimizers
         self._clock = clock
         self._warn = warn
-        self._restored = restored
         self._step = step if restored is None else int(restored["step"])
-        self.loss_scale = LossScale(scaler, 1.0 if restored is None else float(restored.get("loss_scale", 1.0)))
         self._sync = True
         self._stepping = self._awaits_backward = self._warned = False
         self._backwards_at_step = 0
@@ -124,14 +113,24 @@ class TrainingRun:
         self._checks = RunChecks(settings, self.reducer, scaled=scaler is not None)
         self._weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
         self.weighs_samples = weighs_samples
+        self.averaging: RunAveraging | None = None
         if settings.optimizer_in_hook is not None and (clock is None or clock.optimizers()):
             self.driver = OptimizerDriver(settings.optimizer_in_hook, self.reducer)
             if clock is not None:  # in the user's own loop each backward that reduces gradients leads to a step
                 self._early.enter_context(self.driver.stepping())
                 self._early.enter_context(self.driver.overlapping())
-        if settings.hook is not None:
-            self._bind_hook(settings.hook)
-        self.averaging = RunAveraging(settings, module, self.optimizers, self.reducer, settings.hook, lambda: self.step)
+        self.hook = RunHook(self.reducer, self.driver, scaler, restored, lambda: self.step, warn)
+        try:
+            if settings.hook is not None:
+                self.hook.install(settings.hook)
+            if settings.averager is not None:
+                self.averaging = RunAveraging(
+                    settings, module, self.optimizers, self.reducer, settings.hook, lambda: self.step
+                )
+        except BaseException:  # the module is free for another run
+            self.fail(broken=False)
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ hook and optimizers
 
@@ -141,41 +140,21 @@ class TrainingRun:
         Raises:
             RuntimeError: a hook is registered already, or a backward has run.
         """
-        self._bind_hook(hook)
-        self.averaging.follow_hook(hook)
-
-    def _bind_hook(self, hook: CommHook) -> None:
-        self.hook = hook
-        behind = hook if self.driver is None else self.driver.hook(hook) or hook
-        self.bound_hook = install_hook(self.reducer, behind, lambda: self.step)
-        self._restore_hook()
-
-    def begin(self) -> None:
-        """Take account of the hook that there is by now, or of none; collective, before the first step."""
-        if self.bound_hook is None:
-            self._restore_hook()
-            if self.driver is not None and not self.driver.has_hook and (hook := self.driver.hook(None)) is not None:
-                install_hook(self.reducer, hook, lambda: self.step)
-        self.note_loss_scale()
+        self.hook.install(hook)
+        if self.averaging is not None:
+            self.averaging.follow_hook(hook)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Take over the optimizers' steps, with ``optimizer_in_hook``; collective."""
         if self.driver is not None:
             self.driver.attach(optimizers)
 
-    def note_loss_scale(self) -> None:
-        """Take note of the scale of the gradients to come; after each optimizer step. See `LossScale`."""
-        self.loss_scale.note(self.bound_hook)
-
     # ------------------------------------------------------------------ forward and backward
 
     def before_forward(self, buffers_from: int = 0) -> None:
-        """Prepare for the user's forward; collective where buffers are refreshed.
-
-        Args:
-            buffers_from: The rank whose buffers are taken.
-        """
-        self.averaging.before_forward()
+        """Prepare for the user's forward; collective where buffers are refreshed, from those of a rank."""
+        if self.averaging is not None:
+            self.averaging.before_forward()
         self.reducer.before_forward(buffers_from)
         self._checks.watch_gradients()
 
@@ -184,15 +163,20 @@ class TrainingRun:
         if not torch.is_grad_enabled():
             return
         reducer = self.reducer
-        reducer.sync = self._sync and not self.averaging.trains_alone
+        reducer.sync = self._sync and not self.trains_alone
         if reducer.sync:
             self._awaits_backward = True
             reducer.watch_backward_of(roots_in(output))
         self._checks.watch_gradients()
         if self._clock is not None and reducer.synced_backwards and not self._warned and not self.optimizers():
             self._warned = True
-            if text := self._clock.warning(self.settings, self.hook):
+            if text := self._clock.warning(self.settings, self.hook.declared):
                 self._warn(text)
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether gradients are not exchanged in this step: the averager has taken over."""
+        return self.averaging is not None and not self.averaging.driver.syncs_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,11 +189,7 @@ class TrainingRun:
 
     @contextmanager
     def backward(self, *, joined: bool = False) -> Iterator[None]:
-        """Surround one backward, however it runs; at its end the gradients are reduced, and checked.
-
-        Args:
-            joined: Whether this rank has run out of data, and does its part without.
-        """
+        """Surround one backward, or a rank's part in it without data; it ends with gradients reduced and checked."""
         self._checks.watch_gradients()
         reducer, before = self.reducer, self.reducer.synced_backwards
         overlapping = nullcontext() if self.driver is None else self.driver.overlapping()
@@ -217,11 +197,11 @@ class TrainingRun:
             yield
         ran = reducer.synced_backwards - before
         self.windowed_backwards += ran
-        if ran or self.averaging.trains_alone:
+        if ran or self.trains_alone:
             self.check_gradients()
 
     def _begin_backward(self) -> None:
-        self.loss_scale.follow(self.bound_hook)
+        self.hook.follow_loss_scale()
         if self._clock is not None and self.driver is not None and self.driver.begun:
             raise RuntimeError(
                 "A second backward before `optimizer.step()`: `optimizer_in_hook` has stepped while the gradients of "
@@ -273,11 +253,7 @@ class TrainingRun:
 
     @contextmanager
     def stepping(self, optimizer: Optimizer | None = None) -> Iterator[None]:
-        """Surround the step of an optimizer; collective where a training step ends with it.
-
-        Args:
-            optimizer: The optimizer, where a clock counts their steps.
-        """
+        """Surround the step of an optimizer, which a clock counts; collective where a training step ends with it."""
         self._stepping = True
         stepping = nullcontext() if self.driver is None or self._clock is not None else self.driver.stepping()
         try:
@@ -297,8 +273,9 @@ class TrainingRun:
         if self._clock is not None:
             self._clock.restart()
         self.step += 1
-        self.averaging.step_ended()
-        self._checks.after_step(self.step, self.hook, averaged=not self.averaging.replicas_identical)
+        if self.averaging is not None:
+            self.averaging.step_ended()
+        self._checks.after_step(self.step, self.hook.declared, averaged=self._replicas_differ)
 
     def progress(self) -> Progress:
         """Tell how far it has come; from any thread."""
@@ -315,17 +292,28 @@ class TrainingRun:
     def before_eval(self) -> None:
         """Settle what is pending, and put the averaged model into the module; collective."""
         self.reducer.settle_status()
-        self.averaging.before_eval()
+        if self.averaging is not None:
+            self.averaging.driver.before_eval()
+
+    def after_eval(self) -> None:
+        """Put this rank's own model back."""
+        if self.averaging is not None:
+            self.averaging.driver.after_eval()
 
     def before_checkpoint(self) -> None:
         """Settle what is pending, and compare the parameters of all ranks before they are saved; collective."""
         self.reducer.settle_status()
-        self._checks.before_checkpoint(self.step, self.hook, averaged=not self.averaging.replicas_identical)
+        self._checks.before_checkpoint(self.step, self.hook.declared, averaged=self._replicas_differ)
 
     def finish(self) -> None:
         """Settle what is pending, and give all ranks the averaged model for good; collective."""
         self.reducer.settle_status()
-        self.averaging.finish()
+        if self.averaging is not None:
+            self.averaging.driver.finish()
+
+    @property
+    def _replicas_differ(self) -> bool:
+        return self.averaging is not None and not self.averaging.driver.broadcasts_buffers()
 
     def check_gradients(self) -> None:
         """Raise on all ranks if a gradient was not finite, and the user wants to know; collective."""
@@ -336,18 +324,22 @@ class TrainingRun:
     @property
     def keeps_state(self) -> bool:
         """Whether there is more to a checkpoint than the states of module and optimizers, and the clock."""
-        return self.hook is not None or self.averaging.active
+        return self.hook.declared is not None or self.averaging is not None
 
     @property
     def sharded(self) -> bool:
         """Whether each rank holds only a part of the optimizers' state."""
         return self.driver is not None and self.driver.settings.shard
 
+    def model_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the module's ``state_dict`` with the averaged model in it; collective with an averager."""
+        return state_dict if self.averaging is None else self.averaging.driver.model_state(state_dict)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, whole and averaged on the first rank; collective, also once closed."""
-        if self.driver is None:
-            return self.averaging.optimizer_state(optimizer)
-        return self.driver.state_dict(optimizer)
+        if self.averaging is not None:
+            return self.averaging.driver.optimizer_state(optimizer)
+        return optimizer.state_dict() if self.driver is None else self.driver.state_dict(optimizer)
 
     def state_dict(self, *, collective: bool = True, with_replicas: bool = True) -> dict[str, Any]:
         """Return what is needed to go on, beside the states of module and optimizers; collective.
@@ -358,9 +350,11 @@ class TrainingRun:
             collective: False after an error: what needs other ranks is left out, and named under ``"missing"``.
             with_replicas: Whether the replicas of an averager are in it.
         """
-        state = training_state(self.step, self.bound_hook, loss_scale=self.loss_scale.value, collective=collective)
-        state["averaging"] = self.averaging.state_dict(with_replicas=with_replicas) if collective else None
-        if self.averaging.active and not collective:
+        state = training_state(self.step, self.hook.bound, loss_scale=self.hook.loss_scale, collective=collective)
+        state["averaging"] = None
+        if self.averaging is not None and collective:
+            state["averaging"] = self.averaging.driver.state_dict(with_replicas=with_replicas)
+        elif self.averaging is not None:
             state["missing"].append("the averaged model and the averager's state")
         if self.sharded and not collective:
             state["missing"].append("the other ranks' parts of the optimizer state")
@@ -384,20 +378,15 @@ class TrainingRun:
         self.load_averaging(read.get("averaging"))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the clock and the hook's state of a checkpoint, as `read_training_state` returns them."""
-        self._restored = state
+        """Go on with clock and hook's state of a checkpoint, as `read_training_state` returns them."""
         self.step = int(state["step"])
-        self.loss_scale.value = float(state.get("loss_scale", 1.0))
-        self._restore_hook()
-        self.averaging.follow_clock()
-
-    def _restore_hook(self) -> None:
-        if self._restored is not None and (warning := restore_hook(self._restored, self.bound_hook)):
-            self._warn(warning)
+        self.hook.restore(state)
+        if self.averaging is not None:
+            self.averaging.follow_clock()
 
     def load_averaging(self, state: Mapping[str, Any] | None) -> None:
         """Go on with the averager's state of a checkpoint, once module and optimizers have been loaded."""
-        if state is not None and self.averaging.active:
+        if state is not None and self.averaging is not None:
             self.averaging.load_state_dict(state)
         elif state is not None:
             self._warn("The checkpoint holds the state of an averager, but this run has none.")
@@ -405,11 +394,7 @@ class TrainingRun:
     # ------------------------------------------------------------------ the end
 
     def fail(self, *, broken: bool) -> None:
-        """Take note that this rank ends with an error.
-
-        Args:
-            broken: Whether nobody knows what groups still wait for, as after an error of the connection.
-        """
+        """Take note that this rank ends with an error; ``broken`` if nobody knows what groups still wait for."""
         self.failed, self._broken = True, broken
         self.reducer.failed = True
         self.reducer.aborted_work |= self._weights is not None and self._weights.pending
@@ -421,11 +406,12 @@ class TrainingRun:
         self.closed = True
         self._early.close()
         self._checks.close()
-        self.averaging.close(failed=self.failed, broken=self._broken)
+        if self.averaging is not None:
+            self.averaging.close(failed=self.failed, broken=self._broken)
         if self.driver is not None:
             self.driver.close(failed=self.failed, broken=self._broken)
         self.reducer.detach()
-        self._weights = self.bound_hook = None
+        self.averaging = self._weights = self.hook.bound = None
 
 
 @contextmanager

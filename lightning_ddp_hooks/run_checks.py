@@ -11,13 +11,7 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 
 
 class RunChecks:
-    """The checks that the settings of a run ask for; all calls are made on all ranks alike.
-
-    Args:
-        settings: What the user has set.
-        reducer: Reduces the gradients.
-        scaled: Whether a GradScaler makes gradients infinite on purpose, and skips such steps.
-    """
+    """The checks that the settings of a run ask for; all calls are made on all ranks alike."""
 
     def __init__(self, settings: Settings, reducer: Reducer, *, scaled: bool) -> None:
         self._every = settings.check_replicas_every_n_steps
@@ -36,13 +30,7 @@ class RunChecks:
             self._nonfinite.check(step)
 
     def after_step(self, step: int, hook: CommHook | None, *, averaged: bool) -> None:
-        """Compare the parameters of all ranks every so many steps, where they are meant to be the same; collective.
-
-        Args:
-            step: The step that comes next.
-            hook: What reduces the gradients.
-            averaged: Whether an averager lets replicas differ.
-        """
+        """Compare the parameters of all ranks every so many steps, where they are meant to be the same; collective."""
         if self._every and step % self._every == 0 and not averaged:
             self._compare(step, hook, f"by the end of step {step - 1}")
 

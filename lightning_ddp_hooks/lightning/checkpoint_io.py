@@ -46,17 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: what to write.
-            path: of the file, whose folder is made if need be.
-            storage_options: not supported.
-
-        Raises:
-            TypeError: ``storage_options`` were given.
-            OSError: the file could not be written; of the kind and number of the system's own error.
-        """
+        """Write a checkpoint."""
         local = _local_path(path)
         if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, str(path), storage_options)
@@ -82,19 +72,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint.
-
-        Args:
-            path: of the file.
-            map_location: where tensors go; see `torch.load`.
-            weights_only: see `torch.load`.
-
-        Raises:
-            FileNotFoundError: it is not there.
-            IsADirectoryError: it is a folder, as strategies that shard the model write them.
-            pickle.UnpicklingError: it holds objects of types that are not loaded from files that are not trusted.
-            RuntimeError: it is damaged or not a checkpoint.
-        """
+        """Read a checkpoint."""
         local = _local_path(path)
         if local is not None and local.is_dir():
             text = "Expected a checkpoint file, found a folder, as strategies that shard the model write them"

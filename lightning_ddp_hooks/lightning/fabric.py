@@ -88,7 +88,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         >>> model, optimizer = fabric.setup(model, optimizer)
     """
 
-    checkpoint_io = checkpoint_io_property  # type: ignore[assignment]
+    checkpoint_io = checkpoint_io_property
 
     def __init__(
         self,
@@ -137,11 +137,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
     # ------------------------------------------------------------------ what users call
 
     def step(self, model: nn.Module | None = None) -> int:
-        """Return the training step that comes next: how many have ended.
-
-        Args:
-            model: which one, if several were set up.
-        """
+        """Return the training step that comes next: how many have ended; of which model, if several were set up."""
         return self._run_of(model).step
 
     def stats(self, model: nn.Module | None = None) -> dict[str, object]:
@@ -178,24 +174,17 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def averaged_model(self, model: nn.Module | None = None) -> Iterator[None]:
         """Have the averaged (with DiLoCo: the global) model in place under this context, to evaluate it; on all ranks.
 
-        Without an averager nothing happens.
-
-        Args:
-            model: which one, if several were set up.
+        Without an averager nothing happens. The model is to be named if several were set up.
         """
         run = self._run_of(model)
         run.before_eval()
         try:
             yield
         finally:
-            run.averaging.after_eval()
+            run.after_eval()
 
     def finish_averaging(self, model: nn.Module | None = None) -> None:
-        """End training: every rank gets the averaged model for good; on all ranks. Nothing happens without an averager.
-
-        Args:
-            model: which one, if several were set up.
-        """
+        """End training: with an averager every rank gets the averaged model for good; on all ranks."""
         self._run_of(model).finish()
 
     # ------------------------------------------------------------------ setup
@@ -254,15 +243,9 @@ class FabricDDPHooksStrategy(DDPStrategy):
         first = not self._live_modules
         clock = OptimizerClock(module, optimizers)
         # Parts of a module that have optimizers of their own are trained in turn.
-        run = TrainingRun(
-            module,
-            self.settings,
-            clock=clock,
-            scaler=self._scaler,
-            in_parts=len(optimizers) > 1,
-            warn=rank_zero_warn,
-        )
-        run.begin()
+        parts = len(optimizers) > 1
+        run = TrainingRun(module, self.settings, clock=clock, scaler=self._scaler, in_parts=parts, warn=rank_zero_warn)
+        run.hook.begin()
         if optimizers:
             run.attach_optimizers(optimizers)
         wrapped = HookedModule(module, run, clock, self.root_device)
@@ -336,7 +319,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
                     kwargs["closure"] = lambda: finish(closure())
                 output = super().optimizer_step(optimizer, **kwargs)
             for run in self._runs:
-                run.note_loss_scale()
+                run.hook.note_loss_scale()
         return output
 
     @override
@@ -367,7 +350,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         if not isinstance(module, HookedModule):
             return super().get_module_state_dict(module)
         state = super().get_module_state_dict(module.module)
-        return module.run.averaging.model_state(state) if self._saving else state
+        return module.run.model_state(state) if self._saving else state
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -19,14 +19,7 @@ _CLOSED = (
 
 
 class HookedModule(nn.Module):
-    """A module whose forward tells its `TrainingRun`, and else is the user's.
-
-    Args:
-        module: The user's module.
-        run: Trains it.
-        clock: Counts the steps of its optimizers.
-        device: Where inputs are moved to.
-    """
+    """A module whose forward tells its `TrainingRun`, and else is the user's."""
 
     def __init__(self, module: nn.Module, run: TrainingRun, clock: OptimizerClock, device: torch.device) -> None:
         super().__init__()

@@ -29,24 +29,14 @@ def add_states(state: Mapping[str, Any], runs: Mapping[str, TrainingRun]) -> dic
 
 @dataclass(frozen=True)
 class Restored:
-    """States of runs as they were read.
-
-    Attributes:
-        states: For each run its name, and its state; None if there is none.
-        progress: How far the run was that wrote them, in words.
-        path: Path of the file.
-    """
+    """States of runs as they were read."""
 
     states: list[tuple[str, TrainingRun, dict[str, Any] | None]]
     progress: str
     path: str
 
     def apply(self) -> Iterator[str]:
-        """Have the runs go on from there, once models and optimizers are loaded; return warnings.
-
-        Raises:
-            ValueError: A state is damaged, or another hook's or averager's.
-        """
+        """Have the runs go on from there, once models and optimizers are loaded; return warnings."""
         for key, run, state in self.states:
             if state is None:
                 if run.keeps_state:
@@ -62,11 +52,7 @@ class Restored:
 
 
 def take_states(checkpoint: dict[str, Any], runs: Mapping[str, TrainingRun], path: str) -> Restored:
-    """Take the states of runs, by the names of their models, out of a checkpoint.
-
-    Raises:
-        ValueError: The entry is damaged.
-    """
+    """Take the states of runs, by the names of their models, out of a checkpoint."""
     entry = checkpoint.pop(FABRIC_KEY, {}) if runs else {}
     if not isinstance(entry, dict) or not all(isinstance(state, dict) for state in entry.values()):
         raise ValueError(f"{path}: the checkpoint's entry {FABRIC_KEY!r} is damaged: expected a dict for each model.")
@@ -75,12 +61,7 @@ def take_states(checkpoint: dict[str, Any], runs: Mapping[str, TrainingRun], pat
 
 
 class PartialOptimizer:
-    """Stands for a sharded optimizer where Fabric loads a state: each rank takes its part.
-
-    Args:
-        optimizer: The optimizer.
-        driver: Steps it.
-    """
+    """Stands for a sharded optimizer where Fabric loads a state: each rank takes its part."""
 
     def __init__(self, optimizer: Optimizer, driver: OptimizerDriver) -> None:
         self._optimizer = optimizer

@@ -47,17 +47,7 @@ def start_detector(
     warn: Callable[[str], object],
     **options: Any,
 ) -> FailureDetector | None:
-    """Start to watch over the ranks of a group; on all ranks.
-
-    Args:
-        name: A name that no other detector of these ranks has had.
-        group: The ranks.
-        timeout: Seconds of silence after which a rank is given up.
-        where: Tells how far this rank has come.
-        launcher: Returns what has started other processes, which end with this one.
-        warn: Says why there can be no detector.
-        options: Of `FailureDetector`.
-    """
+    """Start to watch over the ranks of a group; on all ranks."""
     try:
         store = comm.connect_store(f"ldh-health/{name}", timedelta(seconds=timeout))
     except (RuntimeError, NotImplementedError) as error:
@@ -86,48 +76,49 @@ def explain(detector: FailureDetector, error: BaseException) -> None:
 
 
 class TrainerWatch:
-    """A `FailureDetector` from the meeting of the ranks to the teardown of a Trainer's run.
+    """A `FailureDetector` from the meeting of the ranks to the teardown of a Trainer's run."""
 
-    Args:
-        timeout: Seconds of silence after which a rank is given up; None for no detector.
-        run: Returns the training run, once there is one.
-        waits_for: Returns what this rank is known to wait for, in words.
-        uneven: Tells whether uneven inputs are taken care of.
-        launcher: Returns what has started other processes.
-    """
+    def __init__(self) -> None:
+        self._detector: FailureDetector | None = None
 
-    def __init__(
+    def start(
         self,
-        timeout: float | None,
-        run: Callable[[], TrainingRun | None],
-        waits_for: Callable[[], str],
+        timeout: float,
+        progress: Callable[[], tuple[TrainingRun | None, str]],
         uneven: Callable[[], bool],
         launcher: Callable[[], Any],
     ) -> None:
-        self._run = run
-        self._waits_for = waits_for
-        self._thread = threading.get_ident()  # the one that trains
-        self._detector: FailureDetector | None = None
-        if timeout is not None and comm.world_size() > 1:
+        """Start to watch over the other ranks; on all ranks, as soon as they have met.
+
+        Args:
+            timeout: Seconds of silence after which a rank is given up.
+            progress: Returns the training run, once there is one, and what this rank is known to wait for, in words.
+            uneven: Tells whether uneven inputs are taken care of.
+            launcher: Returns what has started other processes.
+        """
+        thread = threading.get_ident()  # the one that trains
+
+        def where() -> Progress:
+            run, waits_for = progress()
+            collectives = comm.collectives_begun() if comm.is_initialized() else 0
+            waits_for = waits_for or blocking_collective(thread)
+            if run is None:
+                return Progress(0, waits_for=waits_for, collectives=collectives)
+            if waits_for:
+                return Progress(run.step, run.reducer.synced_backwards, waits_for=waits_for, collectives=collectives)
+            return replace(run.progress(), collectives=collectives)
+
+        if comm.world_size() > 1:
             self._detector = start_detector(
                 f"run-{next(_runs)}",  # all ranks begin the same runs
                 comm.resolve_group(None),
                 timeout,
-                self._progress,
+                where,
                 launcher,
                 rank_zero_warn,
                 patient=True,
                 likely_cause=lambda: "" if uneven() else f"{LIKELY_CAUSE} The callback `UnevenInputs` handles them.",
             )
-
-    def _progress(self) -> Progress:
-        run, collectives = self._run(), comm.collectives_begun() if comm.is_initialized() else 0
-        waits_for = self._waits_for() or blocking_collective(self._thread)
-        if run is None or run.closed:
-            return Progress(0 if run is None else run.step, waits_for=waits_for, collectives=collectives)
-        if waits_for:
-            return Progress(run.step, run.reducer.synced_backwards, waits_for=waits_for, collectives=collectives)
-        return replace(run.progress(), collectives=collectives)
 
     def set_up(self) -> None:
         """Be less patient: data are read and models built."""
@@ -147,11 +138,7 @@ class TrainerWatch:
 
 
 class ProcessWatch:
-    """A `FailureDetector` that ends with the process.
-
-    Args:
-        detector: The detector.
-    """
+    """A `FailureDetector` that ends with the process."""
 
     def __init__(self, detector: FailureDetector) -> None:
         self._detector = detector

@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 class LoggingCheck:
-    """Follows what a Trainer's loops log and compute; collective to make and to use.
-
-    Args:
-        trainer: The Trainer, once its loops are there.
-        device: Where values are.
-        step: Returns the training step, for messages.
-    """
+    """Follows what a Trainer's loops log and compute; collective to make and to use."""
 
     def __init__(self, trainer: pl.Trainer, device: torch.device, step: Callable[[], int]) -> None:
         self._values = LoggedValues(device, step)
@@ -49,11 +43,7 @@ class LoggingCheck:
         return self._values.open and isinstance(tensor, Tensor) and tensor.numel() == 1
 
     def reduce(self, tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-        """Return the value reduced over the ranks; collective.
-
-        Raises:
-            RuntimeError: The ranks log different things; on all of them.
-        """
+        """Return the value reduced over the ranks; collective."""
         return self._values.reduce(tensor, op_name(reduce_op), group)
 
     def close(self, *, failed: bool) -> None:

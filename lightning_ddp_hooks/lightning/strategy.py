@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -86,19 +86,16 @@ class DDPHooksStrategy(DDPStrategy):
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
         failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
-            store that it is alive. When a rank fails, dies or is stopped, the others end with an error that names it,
-            its own error if it could still tell, and where they stood. A rank that cannot say that it failed is given
-            up when it has been silent for so long while the others wait for it; one whose connections broke, earlier.
-            A process whose main thread then is stuck in a collective of gloo writes the error to stderr and exits.
-            Nothing of this is on the way of gradients.
+            store that it is alive. When a rank fails, dies, or is silent for so long while the others wait for it, they
+            end with an error that names it, its own error if it could still tell, and where they stood; a process that
+            is stuck in a collective of gloo by exiting.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before the step, naming rank
             and parameter. Has no effect under a GradScaler, which deals with such gradients itself.
         check_logged_values: raise on all ranks when they log different keys with ``sync_dist=True``, or metrics with
-            states that do not go together, instead of reducing what has nothing to do with each other. It follows what
-            Lightning logs, and each value carries its key. Means of integers are exact with it.
+            states that do not go together, instead of reducing what has nothing to do with each other.
         start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
@@ -164,10 +161,10 @@ class DDPHooksStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._steps: TrainerSteps | None = None
-        self._run: TrainingRun | None = None  # stays when it is closed: a checkpoint can be saved even then
+        self._run: TrainingRun | None = None
         self._inputs = Inputs()
         self._logging: LoggingCheck | None = None
-        self._watch: TrainerWatch | None = None
+        self._watch = TrainerWatch()
         self._failed = False
         self._state = TrainerState()
 
@@ -175,22 +172,14 @@ class DDPHooksStrategy(DDPStrategy):
 
     @property
     def run(self) -> TrainingRun:
-        """The training run; exists while fitting.
-
-        Raises:
-            RuntimeError: the Trainer is not fitting.
-        """
-        if self._run is None or self._run.closed:
+        """The training run; exists while fitting, as the reducer does."""
+        if self._run is None:
             raise RuntimeError("The reducer exists only while the Trainer is fitting.")
         return self._run
 
     @property
     def reducer(self) -> Reducer:
-        """The gradient reducer; exists while fitting.
-
-        Raises:
-            RuntimeError: the Trainer is not fitting.
-        """
+        """The gradient reducer; exists while fitting, else it raises a RuntimeError."""
         return self.run.reducer
 
     def stats(self) -> dict[str, object]:
@@ -211,8 +200,8 @@ class DDPHooksStrategy(DDPStrategy):
         if self.settings.hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         raise_on_conflict(self._settings_now(comm_hook=declared))
-        if self._fitting is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
-            self._fitting.install_hook(declared)
+        if self._run is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
+            self._run.install_hook(declared)
         else:
             self.settings = replace(self.settings, comm_hook=declared)
 
@@ -237,7 +226,7 @@ class DDPHooksStrategy(DDPStrategy):
         """
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
+        flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
         settings = replace(self.settings, averager=averager, **flags)
         settings.check()
         raise_on_conflict(settings.in_fit(**self._inputs.facts()))
@@ -248,18 +237,14 @@ class DDPHooksStrategy(DDPStrategy):
         raise_on_conflict(self._settings_now(policy=settings.policy, divisor=settings.divisor))
         self._inputs.start(settings, trainer)
 
-    def _settings_now(self, comm_hook: object = None, **facts: Any) -> FitSettings:
+    def _settings_now(self, comm_hook: HookLike | None = None, **facts: Any) -> FitSettings:
         """Return what is set, as far as it is known here, and what the caller has found out."""
-        hook = comm_hook or (self.settings.hook if self._fitting is None else self._fitting.hook)
+        hook = comm_hook or (self.settings.hook if self._run is None else self._run.hook.declared)
         return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
 
     # ------------------------------------------------------------------ setup
 
-    checkpoint_io = checkpoint_io_property  # type: ignore[assignment]
-
-    @property
-    def _fitting(self) -> TrainingRun | None:
-        return None if self._run is None or self._run.closed else self._run
+    checkpoint_io = checkpoint_io_property
 
     @property
     def _may_communicate(self) -> bool:
@@ -273,22 +258,22 @@ class DDPHooksStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = self._state.agreed = False
-        self._watch = TrainerWatch(
-            self.settings.failure_timeout,
-            lambda: self._run,
-            lambda: "" if self._logging is None else self._logging.waits_for,
-            lambda: self._inputs.uneven is not None,
-            lambda: self.launcher,
-        )
+        if self.settings.failure_timeout is not None:
+            self._watch.start(self.settings.failure_timeout, self._progress, self._uneven, lambda: self.launcher)
+
+    def _progress(self) -> tuple[TrainingRun | None, str]:
+        return self._run, "" if self._logging is None else self._logging.waits_for
+
+    def _uneven(self) -> bool:
+        return self._inputs.uneven is not None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._logging = LoggingCheck(trainer, self.root_device, lambda: 0 if self._run is None else self._run.step)
-        if self._watch is not None:
-            self._watch.set_up()
+            self._logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
+        self._watch.set_up()
 
     @override
     def configure_ddp(self) -> None:
@@ -299,7 +284,6 @@ class DDPHooksStrategy(DDPStrategy):
         raise_on_conflict(self._settings_now(**facts_of_fit(module)))
         if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
             warn_if_too_late(module)
-        self._state.begin()
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
         self._run = TrainingRun(
             module,
@@ -313,6 +297,7 @@ class DDPHooksStrategy(DDPStrategy):
             restored=self._state.restored,
             warn=rank_zero_warn,
         )
+        self._state.begin(self._run)
         self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
         log.debug("reducer: %s", self._run.reducer.stats())
 
@@ -322,34 +307,23 @@ class DDPHooksStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.run.attach_optimizers(self.optimizers)
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of this fit."""
-        return super().optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
+    def _set_optimizers(self, optimizers: list[Optimizer]) -> None:
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        driver = None if self._run is None else self._run.driver
-        if driver is not None and driver.attached:  # others take over in mid-fit
-            driver.attach(optimizers)
+        if self._run is not None and self._run.driver is not None and self._run.driver.attached:
+            self._run.driver.attach(optimizers)  # others take over in mid-fit
+
+    optimizers = property(DDPStrategy.optimizers.fget, _set_optimizers)  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         module = self.lightning_module
         assert module is not None
-        self.run.begin()
+        self.run.hook.begin()
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
         steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
-        inputs = self._inputs.text()
-        announce(
-            self.run,
-            self._settings_now(**facts_of_fit(module)),
-            rank_zero_info,
-            steps=steps,
-            inputs=None if inputs is None else f"uneven, {inputs}",
-        )
+        settings = self._settings_now(**facts_of_fit(module))
+        announce(self.run, settings, rank_zero_info, steps=steps, inputs=self._inputs.text())
 
     # ------------------------------------------------------------------ data and steps
 
@@ -370,23 +344,20 @@ class DDPHooksStrategy(DDPStrategy):
         batch = _compat.before_batch_transfer(self.lightning_module, self.precision_plugin.convert_input(batch))
         return super().batch_to_device(batch)
 
-    def _run_step(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return self._inputs.run_step(name, step, args, kwargs, self._as_if_read)
-
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("validation_step", super().validation_step, args, kwargs)
+        return self._inputs.run_step("validation_step", super().validation_step, args, kwargs, self._as_if_read)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("test_step", super().test_step, args, kwargs)
+        return self._inputs.run_step("test_step", super().test_step, args, kwargs, self._as_if_read)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         self._steps.begin(args[0] if args else kwargs)
         step = self._steps.user_step(super().training_step)
-        return self._steps.end(self._run_step("training_step", step, args, kwargs))
+        return self._steps.end(self._inputs.run_step("training_step", step, args, kwargs, self._as_if_read))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -422,13 +393,13 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        if self._fitting is not None:
-            self._fitting.before_eval()
+        if self._run is not None:
+            self._run.before_eval()
 
     @override
     def on_validation_end(self) -> None:
-        if self._fitting is not None:
-            self._fitting.averaging.after_eval()
+        if self._run is not None:
+            self._run.after_eval()
 
     # ------------------------------------------------------------------ collectives
 
@@ -464,21 +435,24 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._fitting is None or not self._may_communicate:
+        if self._run is None or not self._may_communicate:
             return state
-        return self._fitting.averaging.model_state(state)
+        return self._run.model_state(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        run = self._run
-        if run is None or not self._may_communicate or not (run.sharded or run.averaging.active):
-            return super().optimizer_state(optimizer)
-        return run.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+        run, plain = self._run, getattr(optimizer, "_optimizer", optimizer)
+        state = None
+        if self._may_communicate and run is not None and run.averaging is not None:
+            state = run.optimizer_state(plain)
+        elif self._may_communicate:
+            state = self._state.optimizer_state(plain)
+        return super().optimizer_state(optimizer) if state is None else state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._fitting is not None and self._may_communicate:
-            self._fitting.before_checkpoint()
+        if self._run is not None and self._may_communicate:
+            self._run.before_checkpoint()
         if "optimizer_states" in checkpoint:  # else only the weights are wanted
             self._state.add_to(checkpoint, self._run, collective=self._may_communicate)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -487,13 +461,13 @@ class DDPHooksStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         read = super().load_checkpoint
         checkpoint = self._state.load(str(checkpoint_path), lambda: read(checkpoint_path, *args, **kwargs))
-        if self._fitting is not None and self._state.restored is not None:  # a tuner puts back where it began
-            self._fitting.restore(self._state.restored)
+        if self._run is not None and self._state.restored is not None:  # a tuner puts back where it began
+            self._run.restore(self._state.restored)
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        run = self._fitting
+        run = self._run
         if run is None or not run.sharded:
             super().load_optimizer_state_dict(checkpoint)
         else:
@@ -512,24 +486,19 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._watch is not None:
-            self._watch.explain(exception)
+        self._watch.explain(exception)
         self._failed = True
         # After an error of the connection, or in the middle of anything, nobody knows what groups still wait for.
         broken = comm.is_collective_error(exception) or not isinstance(exception, Exception)
-        if self._fitting is not None:
-            self._fitting.fail(broken=broken)
+        if self._run is not None:
+            self._run.fail(broken=broken)
         self._inputs.fail(broken=broken)
 
     @override
     def teardown(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        if self._run is not None:
-            self._run.close()
-        self._steps = None
-        self._state.forget()
+        self._watch.stop()
+        self._state.close(self._run)
+        self._run = self._steps = None
         if self._logging is not None:
             self._logging.close(failed=self._failed)
             self._logging = None

@@ -28,21 +28,14 @@ log = logging.getLogger(__name__)
 def announce(
     run: TrainingRun, settings: FitSettings, say: Callable[[str], object], *, steps: float, inputs: str | None = None
 ) -> None:
-    """Say who communicates what, and warn of what will do nothing; on all ranks, shown by the first.
-
-    Args:
-        run: What begins.
-        settings: Its settings, with what is known of the fit.
-        say: Shows a text on rank zero.
-        steps: How many steps the fit has in all; infinity if that is not known.
-        inputs: What is to be said of the inputs.
-    """
-    texts = declared(run.hook, settings.averager, settings.optimizer_in_hook)
-    facts = run.reducer.stats()
-    say(summary_text(facts, {**texts, "inputs": inputs}))
+    """Say on rank zero who communicates what, and warn of what will do nothing."""
+    hook, averager = run.hook.declared, settings.averager
+    texts = declared(hook, averager, settings.optimizer_in_hook)
+    texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
+    say(summary_text(run.reducer.stats(), texts))
     if comm.rank(run.reducer.group) == 0:
-        subgroups = getattr(run.bound_hook, "subgroups", None)
-        for text in (*without_effect(run.hook, settings.averager, steps, subgroups), *warn_no_effect(settings)):
+        useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
+        for text in (*useless, *warn_no_effect(settings)):
             log.warning(text)
 
 

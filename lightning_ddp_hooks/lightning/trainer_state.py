@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_ddp_hooks.averaging.driver import STATE_KEY as AVERAGING_KEY
 from lightning_ddp_hooks.checkpoint import (
     STATE_KEY,
@@ -18,20 +20,17 @@ from lightning_ddp_hooks.checkpoint import (
     training_state,
 )
 from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint
+from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.run import TrainingRun
 
 
 class TrainerState:
-    """The states that a strategy has read and those that it is going to write.
-
-    Attributes:
-        restored: State of the run in the checkpoint that was read last.
-        agreed: Whether ranks have agreed on the checkpoint that this run goes on from.
-    """
+    """The states that a strategy has read and those that it is going to write."""
 
     def __init__(self) -> None:
         self.restored: Mapping[str, Any] | None = None
         self.agreed = False
+        self.driver: OptimizerDriver | None = None
         self._restored_averaging: Mapping[str, Any] | None = None
         self._final: dict[str, Any] | None = None
 
@@ -58,11 +57,7 @@ class TrainerState:
         return checkpoint
 
     def load_optimizers(self, run: TrainingRun, states: list[Any]) -> None:
-        """Have each rank take its parts of the states of sharded optimizers.
-
-        Raises:
-            ValueError: A state is damaged.
-        """
+        """Have each rank take its parts of the states of sharded optimizers."""
         assert run.driver is not None
         try:
             for optimizer, state in zip(run.optimizers(), states, strict=False):
@@ -77,6 +72,12 @@ class TrainerState:
         state, self._restored_averaging = self._restored_averaging, None
         run.load_averaging(state)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return an optimizer's state that is sharded, whole on the first rank; None if it is not. Collective."""
+        if self.driver is None or not self.driver.settings.shard:
+            return None
+        return self.driver.state_dict(optimizer)
+
     def add_to(self, checkpoint: dict[str, Any], run: TrainingRun | None, *, collective: bool) -> None:
         """Put the state into a checkpoint; collective, unless ranks may be anywhere after an error."""
         state = self._final
@@ -87,14 +88,17 @@ class TrainerState:
             checkpoint[AVERAGING_KEY] = averaging
         checkpoint[STATE_KEY] = state
 
-    def begin(self) -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Begin a fit."""
-        self._final = None
+        self._final, self.driver = None, run.driver
 
     def end(self, run: TrainingRun) -> None:
         """Keep the state at the end of a fit, for a checkpoint that is saved when there are no groups any more."""
         self._final = run.state_dict(with_replicas=False)
 
-    def forget(self) -> None:
-        """Forget what was read: it was for this fit."""
+    def close(self, run: TrainingRun | None) -> None:
+        """End a fit, maybe after an error; what was read was for this one."""
+        if run is not None:
+            self._final = self._final or run.state_dict(collective=False)
+            run.close()
         self.restored = self._restored_averaging = None

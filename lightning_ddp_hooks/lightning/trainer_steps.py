@@ -21,14 +21,7 @@ from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
 
 
 class TrainerSteps:
-    """Runs the training steps of one fit.
-
-    Args:
-        run: The training run.
-        inputs: The inputs, even or not.
-        manual: Whether the module optimises manually.
-        device: Where the module is.
-    """
+    """Runs the training steps of one fit."""
 
     def __init__(self, run: TrainingRun, inputs: Inputs, *, manual: bool, device: torch.device) -> None:
         self._run = run
@@ -72,11 +65,7 @@ class TrainerSteps:
         return with_end
 
     def end(self, output: Any) -> Any:
-        """Take what the user's step returned, and return what Lightning is to see; collective.
-
-        Raises:
-            RuntimeError: A backward of the user's own ran that was to be weighted.
-        """
+        """Take what the user's step returned, and return what Lightning is to see; collective."""
         tail = self._inputs.tail
         if tail is not None:
             self._reducer.buffers.refresh(tail.first)
@@ -91,7 +80,7 @@ class TrainerSteps:
     def _end_manual_step(self) -> None:
         run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven is not None
         by_hand = self._reducer.synced_backwards - synced > run.windowed_backwards - windowed
-        if by_hand or run.averaging.trains_alone:
+        if by_hand or run.trains_alone:
             run.check_gradients()
         run.step_ended()
         if by_hand and (uneven or run.weighs_samples):
@@ -128,7 +117,7 @@ class TrainerSteps:
         self._reducer.finalize_pending_backward()
         if self._manual:
             output = perform(closure)
-            run.note_loss_scale()
+            run.hook.note_loss_scale()
             return output
 
         def closure_that_may_skip() -> Any:
@@ -140,6 +129,6 @@ class TrainerSteps:
         output = None
         with skippable_step([run]), run.stepping():
             output = perform(closure_that_may_skip)
-        run.note_loss_scale()
+        run.hook.note_loss_scale()
         run.step_ended()
         return output

@@ -72,12 +72,12 @@ class Probe(Net):
                 self.reduced[name] += param.grad.double()
 
     def on_train_end(self) -> None:
-        run = self.trainer.strategy.run
+        hook = self.trainer.strategy.run.hook
         owed: State = {}
-        if run.bound_hook is not None:
-            collect_residuals(run.bound_hook.state_dict(), owed)
-            self.stats = run.bound_hook.stats()
-        self.owed = {name: value.double() / run.loss_scale.value for name, value in owed.items()}
+        if hook.bound is not None:
+            collect_residuals(hook.bound.state_dict(), owed)
+            self.stats = hook.bound.stats()
+        self.owed = {name: value.double() / hook.loss_scale for name, value in owed.items()}
 
 
 def collect_residuals(state: Any, found: State) -> None:

@@ -56,6 +56,7 @@ class ModelAveraging(Callback):
         self._averaging: Averaging | None = None
         self._final: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
+        self._loaded_step = 0
         self._steps_seen = 0
         self._handed_to: object | None = None
         self._failed = False
@@ -107,17 +108,17 @@ class ModelAveraging(Callback):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Optimizers and groups do not exist yet.
-        self._loaded = checkpoint.get(STATE_KEY) or {}
+        self._loaded = checkpoint.get(STATE_KEY)
+        self._loaded_step = int(checkpoint.get("global_step", 0))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._averaging is not None:
-            if self._loaded:
+            self._averaging.bound.step = self._loaded_step
+            if self._loaded is not None:
                 self._averaging.load_state_dict(self._loaded)
-            elif self._loaded is not None:  # a checkpoint of a run without averager, whose steps count too
-                self._averaging.bound.step = trainer.global_step
             self._steps_seen = trainer.global_step
-        self._loaded = None
+        self._loaded, self._loaded_step = None, 0
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

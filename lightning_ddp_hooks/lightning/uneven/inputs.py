@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """The inputs of a run: as many batches on all ranks, or not.
-
-    Attributes:
-        uneven: State of `UnevenInputs`; None without.
-    """
+    """The inputs of a run: as many batches on all ranks, or not."""
 
     def __init__(self) -> None:
         self.uneven: UnevenRun | None = None
