@@ -28,7 +28,7 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
-from lightning_ddp_hooks.reducer.outputs import roots_in
+from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 from lightning_ddp_hooks.run_averaging import RunAveraging

@@ -27,7 +27,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.attach import attach_report
+from lightning_ddp_hooks.health.report import attach_report
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
