@@ -6,7 +6,6 @@ and type checkers read them; a test compares them with the fields here. Which se
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,11 +16,10 @@ import torch
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
-from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
-from lightning_ddp_hooks.optim.replicas import diverging_part
+from lightning_ddp_hooks.optim.sharding import diverging_part
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -33,8 +31,7 @@ _TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss
 
 def replicas_differ_from(hook: CommHook | None) -> int | None:
     """Return the first step from which ranks may hold different models under a hook; None for never."""
-    first = alike_until(hook)
-    return None if first == math.inf else int(first)
+    return None if hook is None else hook.replicas_differ_from()
 
 
 def name_of_differing(hook: CommHook | None) -> str | None:

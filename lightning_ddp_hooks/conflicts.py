@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning_ddp_hooks.averaging.gradients import contradiction, hook_follows_schedule
 from lightning_ddp_hooks.config import FitSettings
-from lightning_ddp_hooks.optim.replicas import diverging_text
+from lightning_ddp_hooks.optim.sharding import sharding_problem
 from lightning_ddp_hooks.reducer.config import USED_CHANGES_AND_DOES_NOT
 
 _TWO_PHASES = "use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or leave "
@@ -147,8 +147,8 @@ RULES: tuple[ConflictRule, ...] = (
     ConflictRule(
         "a sharded optimizer",
         "a hook that leaves ranks different",
-        lambda s: s.differing and s.optimizer_in_hook and s.optimizer_in_hook.shard,
-        lambda s: diverging_text(str(s.differing)),
+        lambda s: s.optimizer_in_hook and s.optimizer_in_hook.shard and sharding_problem(s.hook),
+        lambda s: str(sharding_problem(s.hook)),
     ),
     ConflictRule(
         "steps while gradients come",

@@ -156,7 +156,6 @@ class TrainingRun:
         if self.averaging is not None:
             self.averaging.before_forward()
         self.reducer.before_forward(buffers_from)
-        self._checks.watch_gradients()
 
     def after_forward(self, output: object) -> None:
         """Take what the user's forward returned; with gradients enabled, it decides what its backward does."""
@@ -167,7 +166,6 @@ class TrainingRun:
         if reducer.sync:
             self._awaits_backward = True
             reducer.watch_backward_of(roots_in(output))
-        self._checks.watch_gradients()
         if self._clock is not None and reducer.synced_backwards and not self._warned and not self.optimizers():
             self._warned = True
             if text := self._clock.warning(self.settings, self.hook.declared):
@@ -190,7 +188,6 @@ class TrainingRun:
     @contextmanager
     def backward(self, *, joined: bool = False) -> Iterator[None]:
         """Surround one backward, or a rank's part in it without data; it ends with gradients reduced and checked."""
-        self._checks.watch_gradients()
         reducer, before = self.reducer, self.reducer.synced_backwards
         overlapping = nullcontext() if self.driver is None else self.driver.overlapping()
         with overlapping, reducer.shadowing(joined), reducer.backward_window():
@@ -198,7 +195,7 @@ class TrainingRun:
         ran = reducer.synced_backwards - before
         self.windowed_backwards += ran
         if ran or self.trains_alone:
-            self.check_gradients()
+            self.check_gradients(unreduced=self.trains_alone)
 
     def _begin_backward(self) -> None:
         self.hook.follow_loss_scale()
@@ -228,7 +225,7 @@ class TrainingRun:
             reducer.sync = True
             with reducer.backward_window():
                 pass
-        self.check_gradients()
+        self.check_gradients(unreduced=reducer.synced_backwards == self._backwards_at_step)
         return not (joins and reducer.skip_step)
 
     def announce_samples(self, samples: int) -> None:
@@ -315,9 +312,18 @@ class TrainingRun:
     def _replicas_differ(self) -> bool:
         return self.averaging is not None and not self.averaging.driver.broadcasts_buffers()
 
-    def check_gradients(self) -> None:
-        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective."""
-        self._checks.check_gradients(self.step)
+    def look_at_unreduced_gradients(self) -> None:
+        """Look at gradients that are about to be used without being reduced; `check_gradients` follows."""
+        if self.trains_alone:
+            self._checks.look_at_unreduced_gradients()
+
+    def check_gradients(self, *, unreduced: bool = False) -> None:
+        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective.
+
+        Args:
+            unreduced: Whether gradients are used as they are, so that no bucket was looked at.
+        """
+        self._checks.check_gradients(self.step, unreduced=unreduced)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -405,11 +411,10 @@ class TrainingRun:
             return
         self.closed = True
         self._early.close()
-        self._checks.close()
         if self.averaging is not None:
             self.averaging.close(failed=self.failed, broken=self._broken)
         if self.driver is not None:
-            self.driver.close(failed=self.failed, broken=self._broken)
+            self.driver.close()
         self.reducer.detach()
         self.averaging = self._weights = self.hook.bound = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ddp_hooks.config import Settings, replicas_differ_from
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGradients
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
 from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
@@ -17,17 +17,27 @@ class RunChecks:
         self._every = settings.check_replicas_every_n_steps
         self._reducer = reducer
         watches = settings.detect_nonfinite and not scaled
-        self._nonfinite = NonfiniteGradients(reducer.control_group) if watches else None
+        self._nonfinite = NonfiniteGuard(reducer.control_group) if watches else None
+        reducer.nonfinite = self._nonfinite
 
-    def watch_gradients(self) -> None:
-        """Look at the gradients of the backward to come."""
-        if self._nonfinite is not None:
-            self._nonfinite.watch(zip(self._reducer.names, self._reducer.params, strict=True))
+    def check_gradients(self, step: int, *, unreduced: bool) -> None:
+        """Raise on all ranks if a gradient was not finite; collective.
 
-    def check_gradients(self, step: int) -> None:
-        """Raise on all ranks if a gradient was not finite; collective."""
+        Args:
+            step: The training step, for the message.
+            unreduced: Whether gradients are used as they are, so that no bucket was looked at.
+        """
+        if self._nonfinite is None:
+            return
+        if unreduced:
+            self.look_at_unreduced_gradients()
+        self._nonfinite.check(step)
+
+    def look_at_unreduced_gradients(self) -> None:
+        """Look at all gradients as they are."""
         if self._nonfinite is not None:
-            self._nonfinite.check(step)
+            named = zip(reversed(self._reducer.names), reversed(self._reducer.params), strict=True)
+            self._nonfinite.look_at_all((name, param.grad) for name, param in named)
 
     def after_step(self, step: int, hook: CommHook | None, *, averaged: bool) -> None:
         """Compare the parameters of all ranks every so many steps, where they are meant to be the same; collective."""
@@ -46,8 +56,3 @@ class RunChecks:
         if reducer.world_size > 1 and (asked_for or first is None or step <= first):
             named = [(n, p) for n, p in zip(reducer.names, reducer.params, strict=True) if p.requires_grad]
             check_replicas([n for n, _ in named], [p for _, p in named], reducer.control_group, when)
-
-    def close(self) -> None:
-        """Stop to look at gradients."""
-        if self._nonfinite is not None:
-            self._nonfinite.close()

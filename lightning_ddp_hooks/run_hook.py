@@ -20,7 +20,7 @@ from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
 from lightning_ddp_hooks.hooks.install import install_hook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.reducer.stream import Readout, readout
+from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
 
 
 class RunHook:
@@ -41,7 +41,7 @@ class RunHook:
         self._step = step
         self._warn = warn
         self._restored = restored
-        self._coming_scale: Readout | None = None
+        self._coming_scale: DeferredRead | None = None
         self.declared: CommHook | None = None
         self.bound: BoundHook | None = None
         self.loss_scale = 1.0 if restored is None else float(restored.get("loss_scale", 1.0))
@@ -77,7 +77,7 @@ class RunHook:
             return
         scale = 1.0 if self._scaler is None else _compat.loss_scale(self._scaler)
         if isinstance(scale, Tensor):
-            self._coming_scale = readout(scale)
+            self._coming_scale = start_read(scale)
         else:
             self._rescale(scale)
 
@@ -85,7 +85,7 @@ class RunHook:
         """Rescale the hook's memory if the scale has changed; before the first gradient of a backward."""
         coming, self._coming_scale = self._coming_scale, None
         if coming is not None:
-            self._rescale(coming.value())
+            self._rescale(coming.values()[0])
 
     def _rescale(self, scale: float) -> None:
         if self.bound is not None and scale != self.loss_scale:

@@ -29,7 +29,6 @@ from lightning_ddp_hooks.health.report import (
     lost_ranks,
 )
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
-from lightning_ddp_hooks.hooks.alike import alike_until
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
@@ -398,9 +397,9 @@ def test_values_of_any_device_and_of_the_host_have_groups_of_their_own() -> None
 
 def test_it_is_known_from_when_on_hooks_leave_replicas_different() -> None:
     local = PostLocalSGD(start_local_sgd_iter=7)
-    assert alike_until(None) == alike_until(PowerSGD(rank=2)) == alike_until(Cast("powersgd", torch.bfloat16))
-    assert alike_until(local) == alike_until(Cast(local, "float16")) == 7
-    assert alike_until(Noop()) == 0
-    assert alike_until(Schedule([Stage(5, "noop")])) == 5
-    assert alike_until(PerParameter([Rule(local, min_numel=5)], default="fp16")) == 7
+    assert PowerSGD(rank=2).replicas_differ_from() is Cast("powersgd", torch.bfloat16).replicas_differ_from() is None
+    assert local.replicas_differ_from() == Cast(local, "float16").replicas_differ_from() == 7
+    assert Noop().replicas_differ_from() == 0
+    assert Schedule([Stage(5, "noop")]).replicas_differ_from() == 5
+    assert PerParameter([Rule(local, min_numel=5)], default="fp16").replicas_differ_from() == 7
     assert alike_until(resolve_hook((None, lambda state, bucket: bucket.buffer()))) == 0

@@ -23,6 +23,7 @@ from lightning_ddp_hooks.cli.common import synchronize
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import rebuilt_layout
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.traffic import ByteCounter, Collective
 
 MIB = 1 << 20
@@ -104,25 +105,27 @@ def _measure(
         return HookCost([list(layout.indices) for layout in layouts], plain, 0)
     held_before = _held_bytes()
     world = comm.resolve_group(None)
+    queue = CollectiveQueue(world, at_once=True)
     context = BindContext(
-        group=world,
         control_group=world,
         names=profile.names,
         params=params,
         step=lambda: _AFTER_EVERY_WARM_UP,
-        new_group=lambda group: group,
+        subgroup=queue.subgroup,
     )
     bound = make().bind(context)
     groups = [bound.group_of(name, param) for name, param in zip(profile.names, params, strict=True)]
     layouts = rebuilt_layout(params, profile.order, limits, groups)
     storages = [Bucket(layout, params) for layout in layouts]
-    costs = _time_rounds(bound, storages, profile.names)
-    in_buckets = sum(storage.wire.untyped_storage().nbytes() for storage in storages)
+    costs = _time_rounds(bound, queue, storages, profile.names)
+    in_buckets = sum(storage.comm_buffer.untyped_storage().nbytes() for storage in storages)
     memory = max(0, _held_bytes() - held_before - in_buckets)
     return HookCost([list(layout.indices) for layout in layouts], costs, memory)
 
 
-def _time_rounds(bound: BoundHook, storages: Sequence[Bucket], names: Sequence[str]) -> list[BucketCost]:
+def _time_rounds(
+    bound: BoundHook, queue: CollectiveQueue, storages: Sequence[Bucket], names: Sequence[str]
+) -> list[BucketCost]:
     """Run the hook on all buckets, several times; the costs are medians."""
     gradients = [torch.randn_like(storage.buffer) for storage in storages]
     rounds: list[list[_Timing]] = []
@@ -134,9 +137,7 @@ def _time_rounds(bound: BoundHook, storages: Sequence[Bucket], names: Sequence[s
             names_here = tuple(names[i] for i in storage.layout.indices)
             divisor = 1.0 if bound.takes_divided else float(comm.world_size())
             bucket = GradBucket(storage, index, index == len(storages) - 1, names_here, divisor)
-            if getattr(bound, "carries_tail", False):
-                bound.take_wire(index, storage.wire)
-            timings.append(_time_bucket(bound, bucket, storage))
+            timings.append(_time_bucket(bound, queue, bucket, storage))
         rounds.append(timings)
         if len(rounds) > _WARM_ROUNDS and time.perf_counter() - started > _SECONDS_PER_HOOK:
             break
@@ -162,7 +163,7 @@ def _cost_of(timings: Sequence[_Timing]) -> BucketCost:
 
 
 @torch.no_grad()
-def _time_bucket(bound: BoundHook, bucket: GradBucket, storage: Bucket) -> _Timing:
+def _time_bucket(bound: BoundHook, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket) -> _Timing:
     log = _CollectiveLog()
     timing = _Timing([], [])
     device = storage.buffer.device
@@ -170,16 +171,18 @@ def _time_bucket(bound: BoundHook, bucket: GradBucket, storage: Bucket) -> _Timi
     try:
         synchronize(device)
         begin = time.perf_counter()
-        phases = bound.reduce(bucket)
+        phases, result = bound.reduce(bucket), None
         while True:
             try:
-                next(phases)
+                request = phases.send(result)
             except StopIteration as end:
                 if isinstance(end.value, Tensor) and end.value.data_ptr() != storage.buffer.data_ptr():
                     storage.buffer.copy_(end.value.reshape(-1))  # as the reducer does
                 break
             synchronize(device)
             timing.seconds.append(time.perf_counter() - begin)
+            issued = queue.issue(request, stage=0)
+            result = issued.result()
             timing.issued.append(log.noted)
             log.noted = []
             begin = time.perf_counter()

@@ -65,3 +65,10 @@ def first_difference(hooks: Iterable[HookLike | None]) -> int | None:
     declared = (resolve_hook(hook) for hook in hooks)
     steps = (None if hook is None else hook.replicas_differ_from() for hook in declared)
     return min((step for step in steps if step is not None), default=None)
+
+
+def late_starts(hook: CommHook | None) -> list[tuple[str, str, int]]:
+    """Return the parts of a declaration that are the plain mean at first: name, setting, and step where they begin."""
+    named = [(part, part.delayed_by) for part in parts_of(hook) if part.delayed_by is not None]
+    late = [(type(part).__name__, setting, getattr(part, setting, None)) for part, setting in named]
+    return [(name, setting, start) for name, setting, start in late if isinstance(start, int) and start > 0]

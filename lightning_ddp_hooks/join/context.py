@@ -20,8 +20,8 @@ import torch
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.agreement import PendingRows, active_text, post_row
-from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.module_sync import broadcast_tensors
+from lightning_ddp_hooks.reducer.reducer import Reducer
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.report import attach_report
 from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
-from lightning_ddp_hooks.health.report import LIKELY_CAUSE
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
 from lightning_ddp_hooks.run import TrainingRun
 
 _runs = itertools.count()
@@ -204,7 +203,7 @@ def watch_process(
     def moving_or_waiting() -> Progress:
         place, waits = where()
         # Without groups there is nobody to wait for.
-        return place if waits and comm.is_initialized() else replace(place, passes=next(ticks))
+        return place if waits and comm.is_initialized() else replace(place, synced_backwards=next(ticks))
 
     detector = start_detector(comm.group_name(group), group, timeout, moving_or_waiting, launcher, warn)
     _current = None if detector is None else ProcessWatch(detector)

@@ -14,11 +14,10 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, replicas_differ_from
 from lightning_ddp_hooks.conflicts import warn_no_effect
-from lightning_ddp_hooks.hooks.alike import late_starts
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text, hook_name
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
-from lightning_ddp_hooks.hooks.registry import short_name
+from lightning_ddp_hooks.hooks.registry import late_starts, short_name
 from lightning_ddp_hooks.run import TrainingRun
 from lightning_ddp_hooks.traffic import sent_by_rank
 

@@ -116,6 +116,7 @@ class TrainerSteps:
         run = self._run
         self._reducer.finalize_pending_backward()
         if self._manual:
+            run.look_at_unreduced_gradients()  # the backward may have been the user's own
             output = perform(closure)
             run.hook.note_loss_scale()
             return output

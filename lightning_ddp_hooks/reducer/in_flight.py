@@ -40,7 +40,7 @@ class _EngineSum:
 class _Launched(NamedTuple):
     """A launched bucket; it holds the buffer until the reduced values have been copied out."""
 
-    index: int
+    position: int
     bucket: Bucket
     pending: InFlightBucket | _EngineSum
 
@@ -243,12 +243,12 @@ class InFlightBuckets:
                 self.queue.end_launches()
             for launched in self._launched:
                 buffer = launched.bucket.buffer
-                with self.streams[launched.index].context():
+                with self.streams[launched.position].context():
                     result = launched.pending.wait()
                     if not is_same_memory(result, buffer):
                         buffer.copy_(result.reshape(-1))
                     if self.observer is not None:
-                        self.observer.bucket_done(launched.index, buffer)
+                        self.observer.bucket_done(launched.position, buffer)
             if reads_status:
                 with self.streams[-1].context():
                     read = self.streams[-1].read(self.queue.wait_for_status())
@@ -274,7 +274,7 @@ class InFlightBuckets:
         """Bring the reduced values to where the gradients are; those that nobody used stay as they were."""
         untouched = sorted(unused)
         for launched in self._launched:
-            self.engine.copy_out(launched.index, untouched)
+            self.engine.copy_out(launched.position, untouched)
             if self._unused_values:
                 for i, view in zip(launched.bucket.layout.indices, launched.bucket.views, strict=True):
                     if i in unused and i in self._unused_values:
@@ -294,7 +294,7 @@ class InFlightBuckets:
         """Say which buckets are waited for; from any thread, so that it may be out of date."""
         names = self._names
         seen = [launched for launched in list(self._launched) if isinstance(launched.pending, InFlightBucket)]
-        waiting = [launched.index for launched in seen if not _is_done(launched.pending)][:1]
+        waiting = [launched.position for launched in seen if not _is_done(launched.pending)][:1]
         if not waiting and self.launched_by_engine:  # which of those that it launched by itself is not seen here
             waiting = list(range(self.engine.launched))
         parts = []

@@ -127,7 +127,7 @@ class CommMonitor(Callback):
             error = CompressionError(self._error_group, self.error_every_n_steps)
         counter = ByteCounter()
         self._recorder = Recorder(clock_for(device, queues_waits=backend != "gloo"), counter, error)
-        said = declared(strategy.run.hook, strategy.settings.averager, None)
+        said = declared(strategy.run.hook.declared, strategy.settings.averager, None)
         texts = {
             "model": type(pl_module).__name__,
             "hook": said["hook"] or "mean all-reduce",
