@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import sim
 import torch
 import torch.distributed as dist
+from on_sim import Net, batch, wrap
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
-import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks.reducer import stream as stream_module
 
 pytestmark = pytest.mark.ranks
@@ -27,24 +27,6 @@ def _built() -> None:
 
     sim.library_path()
     build.build()
-
-
-class Net(nn.Module):
-    """Several buckets, of which the last is complete long before the backward ends, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(12, 1)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        self.seen += 1
-        return self.head(self.layers(batch))  # type: ignore[no-any-return]
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def reference(steps: int = STEPS) -> list[list[Tensor]]:
@@ -62,17 +44,6 @@ def reference(steps: int = STEPS) -> list[list[Tensor]]:
     return [*found, [param.detach() for param in net.parameters()]]
 
 
-def wrap(net: nn.Module, views: bool, backend: Backend, **settings: Any) -> ldh.DataParallel:
-    return ldh.DataParallel(
-        net,
-        bucket_cap_mb=0.001,
-        first_bucket_mb=0.0005,
-        gradient_as_bucket_view=views,
-        reducer_backend=backend,
-        **settings,
-    )
-
-
 def make_late(late: str) -> None:
     if late == "compute":
         sim.slow_down(torch.accelerator.current_stream(), 1)
@@ -88,7 +59,7 @@ def _train(
         patch()
     torch.manual_seed(0)
     net = Net().to(device)
-    model = wrap(net, views, backend)
+    model = wrap(net, gradient_as_bucket_view=views, reducer_backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     batches = [batch(step, dist.get_rank()).to(device) for step in range(STEPS)]
     torch.accelerator.synchronize()
@@ -149,10 +120,10 @@ def test_leaving_out_a_wait_gives_wrong_gradients(patch: Callable[[], None], lat
 # ---------------------------------------------------------------------- the host
 
 
-def _queue_steps(backend: Backend, hook: str | None) -> list[float]:
+def _queue_steps(backend: Backend) -> list[float]:
     device = sim.join_world(delayed=0)
     net = Net().to(device)
-    model = wrap(net, True, backend, comm_hook=hook)
+    model = wrap(net, reducer_backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     own = batch(0, dist.get_rank()).to(device)
 
@@ -174,5 +145,5 @@ def _queue_steps(backend: Backend, hook: str | None) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["python", "native"])
 def test_a_whole_step_is_queued_behind_a_slow_kernel(backend: Backend) -> None:
-    for seconds in run_ranks(_queue_steps, backend, None):
-        assert min(seconds) < 0.06
+    for seconds in run_ranks(_queue_steps, backend):
+        assert min(seconds) < 0.3  # 0.015 on a quiet machine

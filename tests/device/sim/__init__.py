@@ -11,9 +11,9 @@ process, which has an accelerator then, so it is done in ranks alone: `join_worl
     def test_it() -> None:
         run_ranks(_rank)
 
-What it has in common with CUDA: `.item()`, `.cpu()`, blocking copies and shapes that depend on values make the host wait;
-memory that is let go of while another stream uses it is overwritten, unless `record_stream` was called; a collective
-begins when the stream it was issued on has come to it, and ``work.wait()`` lets a stream wait.
+What it has in common with CUDA: `.item()`, `.cpu()`, blocking copies and shapes that depend on values make the host
+wait; memory that is let go of while another stream uses it is overwritten, unless `record_stream` was called; a
+collective begins when the stream it was issued on has come to it, and ``work.wait()`` lets a stream wait.
 
 Environment: SIM_SEED, SIM_DELAYED (the fraction of tasks that are delayed), SIM_LONGEST_MS.
 """
