@@ -28,11 +28,6 @@ HOOKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    sim.library_path()
-
-
 def _train(device: torch.device, name: str) -> list[Tensor]:
     torch.manual_seed(0)
     net = Net().to(device)

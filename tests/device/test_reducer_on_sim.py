@@ -21,14 +21,6 @@ Backend = Literal["python", "native"]
 STEPS, RANKS = 5, 2
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    from lightning_ddp_hooks.reducer.native import build
-
-    sim.library_path()
-    build.build()
-
-
 def reference(steps: int = STEPS) -> list[list[Tensor]]:
     """Train in one process with float64 on all ranks' batches; return the gradients of each step and the parameters."""
     torch.manual_seed(0)

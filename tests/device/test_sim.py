@@ -20,11 +20,6 @@ def alone(fn: Callable[..., Any], *args: Any) -> Any:
     return run_ranks(fn, *args, world_size=1)[0]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    sim.library_path()  # before a rank's time runs
-
-
 # ---------------------------------------------------------------------- operators
 
 

@@ -45,18 +45,25 @@ _FLAGS = ["-O1", "-g0"]  # compiling takes longer than all the tests run
 
 
 def library_path() -> Path:
-    """Build the library unless it is built, and return where it is; of several processes one builds."""
+    """Return where the library for this torch and these sources is, or would be."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version} {_FLAGS}".encode())
     for path in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(path.read_bytes())
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache")
-    target = root / "lightning_ddp_hooks" / f"sim-{digest.hexdigest()[:16]}" / f"{_NAME}.so"
+    return root / "lightning_ddp_hooks" / f"sim-{digest.hexdigest()[:16]}" / f"{_NAME}.so"
+
+
+def build() -> None:
+    """Compile the library unless it is there; of several processes one does.
+
+    Not for ranks: when one is killed its compiler goes on, and the next rank starts another.
+    """
+    target = library_path()
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile_to(target)
-    return target
 
 
 def _compile_to(target: Path) -> None:
@@ -95,6 +102,8 @@ def load() -> Any:
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     torch._register_device_module("sim", _device_module(native))
+    # So that a module keeps its parameters when it is moved, and tied weights stay tied, as on CUDA.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _communicator, devices=["sim"])
     native.configure(

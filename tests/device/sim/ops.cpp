@@ -39,6 +39,8 @@ Tensor like_number(Tensor to, const Tensor& from) {
 Tensor on_host(const Tensor& tensor) {
   auto* data = tensor.numel() == 0 ? nullptr : tensor.unsafeGetTensorImpl()->mutable_data();
   auto alias = at::from_blob(data, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+  alias._set_conj(tensor.is_conj());
+  alias._set_neg(tensor.is_neg());
   return tensor.dim() == 0 ? like_number(alias, tensor) : alias;
 }
 
@@ -371,6 +373,15 @@ void record_tensor_stream(Tensor& self, at::Stream stream) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// The CPU's copy resolves these flags itself; torch would resolve them by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 // What runs in 16 bits under torch.autocast("sim").
