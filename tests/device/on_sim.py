@@ -28,3 +28,12 @@ def batch(step: int, rank: int) -> Tensor:
 
 def wrap(net: nn.Module, **settings: Any) -> ldh.DataParallel:
     return ldh.DataParallel(net, bucket_cap_mb=0.001, first_bucket_mb=0.0005, **settings)
+
+
+def moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module, which keeps its parameters as on CUDA: else tied weights would be tied no longer."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

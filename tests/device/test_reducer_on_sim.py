@@ -3,15 +3,18 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
+import odd_models
 import pytest
 import sim
 import torch
 import torch.distributed as dist
-from on_sim import Net, batch, wrap
+from odd_models import CASES
+from on_sim import Net, batch, moved, wrap
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_hooks.reducer import stream as stream_module
 
@@ -81,6 +84,58 @@ def assert_right(found: list[list[Tensor]]) -> None:
 def test_gradients_are_the_mean_over_the_ranks(views: bool, backend: Backend, late: str) -> None:
     for found in run_ranks(_train, views, backend, late, 1):
         assert_right(found)
+
+
+class _MovesItsInputs(nn.Module):
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module, self.device = module, device
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*(a.to(self.device) if isinstance(a, Tensor) else a for a in args))
+
+
+def _train_cases(backend: Backend, views: bool) -> dict[str, list[Tensor]]:
+    device, found = sim.join_world(seed=dist.get_rank(), longest_ms=1), {}
+    for name in DENSE:
+        case = CASES[name]
+        torch.manual_seed(0)
+        module = moved(case.build(), device)
+        settings = {"reducer_backend": backend, "gradient_as_bucket_view": views, **case.settings}
+        model = wrap(_MovesItsInputs(module, device), **settings)
+        optimizer = case.optimizer([param for param in module.parameters() if param.requires_grad])
+        for step in range(STEPS):
+            if case.zero_grad != "never":
+                optimizer.zero_grad(set_to_none=case.zero_grad == "none")
+            case.run(model, module, dist.get_rank(), step, model.no_sync)
+            optimizer.step()
+        found[name] = [param.detach().cpu() for param in module.parameters()]
+        model.detach()
+    return found
+
+
+DENSE = [name for name in CASES if "sparse" not in name]
+
+
+@pytest.mark.parametrize(("backend", "views"), [("native", True), ("python", False)])
+def test_models_of_all_kinds_train_as_the_reference(backend: Backend, views: bool) -> None:
+    for found in run_ranks(_train_cases, backend, views, timeout=100):
+        for name, params in found.items():
+            tolerance = max(1e-9, CASES[name].tolerance)
+            for value, wanted in zip(params, _reference_of(name), strict=True):
+                torch.testing.assert_close(
+                    value,
+                    wanted,
+                    rtol=tolerance,
+                    atol=tolerance,
+                    equal_nan=True,
+                    msg=lambda text, n=name: f"{n}: {text}",
+                )
+
+
+@cache
+def _reference_of(name: str) -> list[Tensor]:
+    return odd_models.reference(CASES[name], STEPS, RANKS)
 
 
 # ---------------------------------------------------------------------- each wait is needed

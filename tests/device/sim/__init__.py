@@ -102,8 +102,6 @@ def load() -> Any:
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     torch._register_device_module("sim", _device_module(native))
-    # So that a module keeps its parameters when it is moved, and tied weights stay tied, as on CUDA.
-    torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _communicator, devices=["sim"])
     native.configure(
