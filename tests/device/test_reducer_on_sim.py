@@ -3,48 +3,25 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Literal
 
+import odd_models
 import pytest
 import sim
 import torch
 import torch.distributed as dist
+from odd_models import CASES
+from on_sim import Net, batch, moved, wrap
 from ranks import run_ranks
 from torch import Tensor, nn
 
-import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks.reducer import stream as stream_module
 
 pytestmark = pytest.mark.ranks
 
 Backend = Literal["python", "native"]
 STEPS, RANKS = 5, 2
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    from lightning_ddp_hooks.reducer.native import build
-
-    sim.library_path()
-    build.build()
-
-
-class Net(nn.Module):
-    """Several buckets, of which the last is complete long before the backward ends, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)))
-        self.head = nn.Linear(12, 1)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        self.seen += 1
-        return self.head(self.layers(batch))  # type: ignore[no-any-return]
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def reference(steps: int = STEPS) -> list[list[Tensor]]:
@@ -62,17 +39,6 @@ def reference(steps: int = STEPS) -> list[list[Tensor]]:
     return [*found, [param.detach() for param in net.parameters()]]
 
 
-def wrap(net: nn.Module, views: bool, backend: Backend, **settings: Any) -> ldh.DataParallel:
-    return ldh.DataParallel(
-        net,
-        bucket_cap_mb=0.001,
-        first_bucket_mb=0.0005,
-        gradient_as_bucket_view=views,
-        reducer_backend=backend,
-        **settings,
-    )
-
-
 def make_late(late: str) -> None:
     if late == "compute":
         sim.slow_down(torch.accelerator.current_stream(), 1)
@@ -88,7 +54,7 @@ def _train(
         patch()
     torch.manual_seed(0)
     net = Net().to(device)
-    model = wrap(net, views, backend)
+    model = wrap(net, gradient_as_bucket_view=views, reducer_backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     batches = [batch(step, dist.get_rank()).to(device) for step in range(STEPS)]
     torch.accelerator.synchronize()
@@ -120,6 +86,58 @@ def test_gradients_are_the_mean_over_the_ranks(views: bool, backend: Backend, la
         assert_right(found)
 
 
+class _MovesItsInputs(nn.Module):
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module, self.device = module, device
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*(a.to(self.device) if isinstance(a, Tensor) else a for a in args))
+
+
+def _train_cases(backend: Backend, views: bool) -> dict[str, list[Tensor]]:
+    device, found = sim.join_world(seed=dist.get_rank(), longest_ms=1), {}
+    for name in DENSE:
+        case = CASES[name]
+        torch.manual_seed(0)
+        module = moved(case.build(), device)
+        settings = {"reducer_backend": backend, "gradient_as_bucket_view": views, **case.settings}
+        model = wrap(_MovesItsInputs(module, device), **settings)
+        optimizer = case.optimizer([param for param in module.parameters() if param.requires_grad])
+        for step in range(STEPS):
+            if case.zero_grad != "never":
+                optimizer.zero_grad(set_to_none=case.zero_grad == "none")
+            case.run(model, module, dist.get_rank(), step, model.no_sync)
+            optimizer.step()
+        found[name] = [param.detach().cpu() for param in module.parameters()]
+        model.detach()
+    return found
+
+
+DENSE = [name for name in CASES if "sparse" not in name]
+
+
+@pytest.mark.parametrize(("backend", "views"), [("native", True), ("python", False)])
+def test_models_of_all_kinds_train_as_the_reference(backend: Backend, views: bool) -> None:
+    for found in run_ranks(_train_cases, backend, views, timeout=100):
+        for name, params in found.items():
+            tolerance = max(1e-9, CASES[name].tolerance)
+            for value, wanted in zip(params, _reference_of(name), strict=True):
+                torch.testing.assert_close(
+                    value,
+                    wanted,
+                    rtol=tolerance,
+                    atol=tolerance,
+                    equal_nan=True,
+                    msg=lambda text, n=name: f"{n}: {text}",
+                )
+
+
+@cache
+def _reference_of(name: str) -> list[Tensor]:
+    return odd_models.reference(CASES[name], STEPS, RANKS)
+
+
 # ---------------------------------------------------------------------- each wait is needed
 
 
@@ -149,10 +167,10 @@ def test_leaving_out_a_wait_gives_wrong_gradients(patch: Callable[[], None], lat
 # ---------------------------------------------------------------------- the host
 
 
-def _queue_steps(backend: Backend, hook: str | None) -> list[float]:
+def _queue_steps(backend: Backend) -> list[float]:
     device = sim.join_world(delayed=0)
     net = Net().to(device)
-    model = wrap(net, True, backend, comm_hook=hook)
+    model = wrap(net, reducer_backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     own = batch(0, dist.get_rank()).to(device)
 
@@ -174,5 +192,5 @@ def _queue_steps(backend: Backend, hook: str | None) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["python", "native"])
 def test_a_whole_step_is_queued_behind_a_slow_kernel(backend: Backend) -> None:
-    for seconds in run_ranks(_queue_steps, backend, None):
-        assert min(seconds) < 0.06
+    for seconds in run_ranks(_queue_steps, backend):
+        assert min(seconds) < 0.3  # 0.015 on a quiet machine

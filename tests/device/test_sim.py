@@ -20,34 +20,49 @@ def alone(fn: Callable[..., Any], *args: Any) -> Any:
     return run_ranks(fn, *args, world_size=1)[0]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    sim.library_path()  # before a rank's time runs
-
-
 # ---------------------------------------------------------------------- operators
+
+
+def _algebra(a: Tensor, b: Tensor) -> Any:
+    return (
+        *torch.linalg.qr(a),
+        torch.linalg.solve(a, b),
+        torch.linalg.cholesky(a @ a.T + torch.eye(5, device=a.device)),
+    )
+
+
+def _views(a: Tensor, b: Tensor) -> Any:
+    pairs = torch.view_as_real(torch.complex(a, b)) * 2
+    return a.t().reshape(-1)[3:9].view(2, 3) + 1, a[1:3, ::2] + 1, a[:1].expand(3, 5) + 1, a.unfold(0, 2, 1), pairs
+
+
+def _indexing(a: Tensor, b: Tensor) -> Any:
+    signs, rows = (b > 0).long(), torch.tensor([0, 1], device=a.device)
+    written = a.clone().index_put_((rows,), b[:2]).masked_fill_(b > 1, 0)
+    return a.gather(0, signs), torch.zeros_like(a).scatter_(0, signs, a), a[rows], written
+
+
+def _made_there(a: Tensor, b: Tensor) -> Any:
+    like = {"device": a.device}
+    return torch.arange(7, **like), torch.full((3,), 2.5, **like), torch.tensor([1, 2], **like), torch.zeros_like(a)
+
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "pointwise": lambda a, b: (a + b * 2, a.maximum(b), torch.where(a > 0, a, b), (a > 0) * 2.5, a.clamp(-1, 1)),
     "reductions": lambda a, b: (a.sum(), a.mean(0), a.norm(dim=1), a.abs().amax(1), (a > 0).any(), *torch.var_mean(a)),
     "products": lambda a, b: (a @ b, torch.bmm(a[None], b[None]), torch.einsum("ij,jk->ik", a, b), a[0].dot(b[0])),
-    "views": lambda a, b: (a.t().reshape(-1)[3:9].view(2, 3) + 1, a[1:3, ::2] + 1, a[:1].expand(3, 5) + 1, a.unfold(0, 2, 1)),
-    "bits": lambda a, b: (a.view(torch.int32), torch.view_as_real(torch.complex(a, b)) * 2, (a > 0).to(torch.uint8) << 2),
+    "views": _views,
+    "bits": lambda a, b: (a.view(torch.int32), (a > 0).to(torch.uint8) << 2),
     "lists": lambda a, b: (torch.cat([a, b]), torch.stack([a, b], 1), *torch._foreach_mul([a, b], 2.0), *a.split(2)),
     "dtypes": lambda a, b: (a.half(), a.bfloat16() * 2, a.double() + b, (a * 9).round().to(torch.int8), a.long()),
-    "indexing": lambda a, b: (
-        a.gather(0, (b > 0).long()),
-        torch.zeros_like(a).scatter_(0, (b > 0).long(), a),
-        a.clone().masked_fill_(b > 0, 0),
-        a.clone().index_put_((torch.tensor([0, 1], device=a.device),), b[:2]),
-    ),
+    "indexing": _indexing,
     "selection": lambda a, b: (*a.topk(2), *a.sort(), a.kthvalue(2).values, torch.searchsorted(a.sort().values, b)),
-    "algebra": lambda a, b: (*torch.linalg.qr(a), torch.linalg.solve(a, b), torch.linalg.cholesky(a @ a.T + torch.eye(5, device=a.device))),
+    "algebra": _algebra,
     "values decide the shape": lambda a, b: ((a > 0).nonzero(), a[a > 0], (a > 0).unique()),
-    "to the host": lambda a, b: (a.sum().item(), a.tolist(), torch.equal(a, b), torch.allclose(a, a), bool((a > 0).any())),
-    "made there": lambda a, b: (torch.arange(7, device=a.device), torch.full((3,), 2.5, device=a.device), torch.tensor([1, 2], device=a.device)),
+    "to the host": lambda a, b: (a.sum().item(), a.tolist(), torch.equal(a, b), torch.allclose(a, a), bool(a.any())),
+    "made there": _made_there,
     "out": lambda a, b: (torch.mul(a, b, out=torch.empty(0, device=a.device)), torch.mm(a, b, out=torch.empty_like(a))),
-}  # fmt: skip
+}
 
 
 def _compare_operators() -> None:
@@ -59,9 +74,7 @@ def _compare_operators() -> None:
             if isinstance(wanted, Tensor):
                 assert got.device.type == "sim", name
                 assert got.dtype == wanted.dtype, name
-                torch.testing.assert_close(
-                    got.cpu(), wanted, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
-                )
+                torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=1e-6)
             else:
                 assert got == wanted, name
     with pytest.raises(RuntimeError, match="must match the size"):
@@ -74,9 +87,8 @@ def test_operators_give_what_the_cpu_gives() -> None:
 
 def _train(device: torch.device, make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)
-    ).to(device)  # fmt: skip
+    convolution = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    net = nn.Sequential(convolution, nn.Linear(36, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)).to(device)
     optimizer = make(net.parameters())
     for _ in range(4):
         batch, labels = torch.randn(6, 2, 5, 5).to(device), torch.arange(6).remainder(3).to(device)
@@ -170,7 +182,6 @@ def _order_of_events() -> None:
     assert not event.query()
     event.synchronize()
     assert event.query()
-    assert producer.query()
     assert (seen.item(), value.item()) == (1, 2)
     assert before.elapsed_time(event) >= 80
 
@@ -194,7 +205,7 @@ def _queue_much() -> None:
         for _ in range(50):
             total += (weights @ weights).norm()
         pinned.copy_(total, non_blocking=True)
-        assert time.perf_counter() - began < 0.06
+        assert time.perf_counter() - began < 0.3  # 0.01 on a quiet machine
         assert pinned == -1  # not there yet
     torch.accelerator.current_stream().synchronize()
     assert time.perf_counter() - began > 0.5

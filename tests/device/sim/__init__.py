@@ -11,9 +11,9 @@ process, which has an accelerator then, so it is done in ranks alone: `join_worl
     def test_it() -> None:
         run_ranks(_rank)
 
-What it has in common with CUDA: `.item()`, `.cpu()`, blocking copies and shapes that depend on values make the host wait;
-memory that is let go of while another stream uses it is overwritten, unless `record_stream` was called; a collective
-begins when the stream it was issued on has come to it, and ``work.wait()`` lets a stream wait.
+What it has in common with CUDA: `.item()`, `.cpu()`, blocking copies and shapes that depend on values make the host
+wait; memory that is let go of while another stream uses it is overwritten, unless `record_stream` was called; a
+collective begins when the stream it was issued on has come to it, and ``work.wait()`` lets a stream wait.
 
 Environment: SIM_SEED, SIM_DELAYED (the fraction of tasks that are delayed), SIM_LONGEST_MS.
 """
@@ -45,18 +45,25 @@ _FLAGS = ["-O1", "-g0"]  # compiling takes longer than all the tests run
 
 
 def library_path() -> Path:
-    """Build the library unless it is built, and return where it is; of several processes one builds."""
+    """Return where the library for this torch and these sources is, or would be."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version} {_FLAGS}".encode())
     for path in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(path.read_bytes())
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache")
-    target = root / "lightning_ddp_hooks" / f"sim-{digest.hexdigest()[:16]}" / f"{_NAME}.so"
+    return root / "lightning_ddp_hooks" / f"sim-{digest.hexdigest()[:16]}" / f"{_NAME}.so"
+
+
+def build() -> None:
+    """Compile the library unless it is there; of several processes one does.
+
+    Not for ranks: when one is killed its compiler goes on, and the next rank starts another.
+    """
+    target = library_path()
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile_to(target)
-    return target
 
 
 def _compile_to(target: Path) -> None:

@@ -61,10 +61,10 @@ struct Failure {
   std::mutex mutex;
   std::string text;
 
-  void note(const char* what) {
+  void note(const std::string& what) {
     const Lock lock(mutex);
     if (text.empty()) {
-      text = what;
+      text = what.substr(0, what.find('\n'));
     }
   }
   void raise() {
@@ -301,8 +301,6 @@ class DeviceAllocator final : public c10::Allocator {
     return {block->data, block, &release, device()};
   }
 
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-
   void copy_data(void* to, const void* from, size_t count) const override {
     enqueue(current_stream(), [=] { std::memcpy(to, from, count); });
   }
@@ -366,8 +364,6 @@ class PinnedAllocator final : public c10::Allocator {
     sizes_[static_cast<char*>(data)] = std::max<size_t>(n, 1);
     return {data, data, &release, c10::kCPU};
   }
-
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
   void copy_data(void* to, const void* from, size_t count) const override { std::memcpy(to, from, count); }
 
@@ -437,9 +433,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
   c10::Stream getNewStream(c10::Device, int) const override { return new_stream(); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
-    static auto* pool = new std::vector<c10::Stream>{new_stream(), new_stream(), new_stream(), new_stream()};
-    static std::atomic<size_t> next{0};
-    return (*pool)[next++ % pool->size()];
+    static const auto only = new_stream();  // for callbacks of futures
+    return only;
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = current_stream();

@@ -39,6 +39,8 @@ Tensor like_number(Tensor to, const Tensor& from) {
 Tensor on_host(const Tensor& tensor) {
   auto* data = tensor.numel() == 0 ? nullptr : tensor.unsafeGetTensorImpl()->mutable_data();
   auto alias = at::from_blob(data, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+  alias._set_conj(tensor.is_conj());
+  alias._set_neg(tensor.is_neg());
   return tensor.dim() == 0 ? like_number(alias, tensor) : alias;
 }
 
@@ -82,6 +84,16 @@ IValue converted(const IValue& value, const Convert& convert, c10::DeviceType ty
   return value.isDevice() ? IValue(c10::Device(type)) : value;
 }
 
+bool writes(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+// Whether it is an `out=` tensor. The operator gets an empty one in its place, which it may resize as it likes; the values
+// are copied to where they belong.
+bool is_out(const c10::Argument& argument, const IValue& value) {
+  return writes(argument) && argument.kwarg_only() && value.isTensor() && is_here(value.toTensor());
+}
+
 bool takes_generator(const c10::Argument& argument) {
   return argument.type()->str().find("Generator") != std::string::npos;
 }
@@ -102,30 +114,35 @@ IValue own_generator(const IValue& given) {
 Stack cpu_stack(const c10::FunctionSchema& schema, const Stack& arguments) {
   Stack stack;
   for (size_t i = 0; i < arguments.size(); i++) {
-    const bool draws = takes_generator(schema.arguments()[i]);
-    stack.push_back(draws ? own_generator(arguments[i]) : converted(arguments[i], for_cpu, c10::kCPU));
+    if (is_out(schema.arguments()[i], arguments[i])) {
+      stack.emplace_back(at::detail::empty_cpu({0}, at::TensorOptions(arguments[i].toTensor().scalar_type())));
+    } else if (takes_generator(schema.arguments()[i])) {
+      stack.push_back(own_generator(arguments[i]));
+    } else {
+      stack.push_back(converted(arguments[i], for_cpu, c10::kCPU));
+    }
   }
   return stack;
 }
 
-struct MetaCall {
-  Stack arguments, results;
-};
-
 // Runs the operator on shapes alone; nothing if it cannot be.
-std::optional<MetaCall> call_on_meta(const c10::OperatorHandle& op, const Stack& arguments) {
-  MetaCall call;
+std::optional<Stack> call_on_meta(const c10::OperatorHandle& op, const Stack& arguments) {
+  Stack stack;
   for (size_t i = 0; i < arguments.size(); i++) {
-    const bool draws = takes_generator(op.schema().arguments()[i]);
-    call.arguments.push_back(draws ? IValue() : converted(arguments[i], for_meta, c10::kMeta));
+    if (is_out(op.schema().arguments()[i], arguments[i])) {
+      stack.emplace_back(Tensor(at::detail::empty_meta({0}, arguments[i].toTensor().scalar_type())));
+    } else if (takes_generator(op.schema().arguments()[i])) {
+      stack.emplace_back();
+    } else {
+      stack.push_back(converted(arguments[i], for_meta, c10::kMeta));
+    }
   }
-  call.results = call.arguments;
   try {
-    op.callBoxed(call.results);
+    op.callBoxed(stack);
   } catch (...) {
     return std::nullopt;
   }
-  return call;
+  return stack;
 }
 
 Tensor empty_like_meta(const Tensor& meta) {
@@ -133,10 +150,6 @@ Tensor empty_like_meta(const Tensor& meta) {
 }
 
 // ---- the kinds of operators
-
-bool writes(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
 
 bool is_view(const c10::FunctionSchema& schema) {
   return !schema.returns().empty() && schema.returns()[0].alias_info() != nullptr && !writes(schema.returns()[0]);
@@ -189,67 +202,66 @@ void call_view(const c10::OperatorHandle& op, Stack& stack, const Stack& argumen
   }
 }
 
-void call_and_wait(const c10::OperatorHandle& op, Stack& stack, const Stack& arguments) {
-  synchronize(current_stream());
-  auto on_cpu = cpu_stack(op.schema(), arguments);
-  op.callBoxed(on_cpu);
-  for (size_t i = 0; i < on_cpu.size(); i++) {
-    if (const auto argument = argument_returned(op.schema(), i)) {
-      stack.push_back(arguments[*argument]);
-      continue;
-    }
-    stack.push_back(converted(
-        on_cpu[i],
-        [](const Tensor& result) {
-          if (!result.defined()) {
-            return result;
-          }
-          const auto copy = empty_like_meta(result);
-          enqueue(current_stream(), [to = on_host(copy), result] { to.copy_(result); });
-          return copy;
-        },
-        c10::kPrivateUse1));
+// An `out=` tensor takes the size of the result.
+void fit(const Tensor& out, const Tensor& result) {
+  if (out.sizes() != result.sizes()) {
+    out.resize_(result.sizes());
+    out.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());
   }
 }
 
-// An `out=` argument takes the size of the result.
-void fit(const Tensor& out, const Tensor& meta) {
-  if (is_here(out) && out.sizes() != meta.sizes()) {
-    out.resize_(meta.sizes());
-    out.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
-  }
-}
-
-void call_later(const c10::OperatorHandle& op, Stack& stack, const Stack& arguments, const MetaCall* meta) {
-  const auto& schema = op.schema();
-  for (size_t i = 0; meta != nullptr && i < arguments.size(); i++) {
-    if (writes(schema.arguments()[i]) && schema.arguments()[i].kwarg_only() && arguments[i].isTensor()) {
-      fit(arguments[i].toTensor(), meta->arguments[i].toTensor());
-    }
-  }
-  Stack targets;  // for each new result the CPU's view of the memory it is to lie in
+// Puts what the operator returns on the stack, with memory for new tensors; `like` has the shapes. Returns for each result
+// the CPU's view of the memory that it is still to be copied to.
+Stack return_results(const c10::FunctionSchema& schema, Stack& stack, const Stack& arguments, const Stack* like) {
+  Stack targets;
   for (size_t i = 0; i < schema.returns().size(); i++) {
-    if (const auto argument = argument_returned(schema, i)) {
-      stack.push_back(arguments[*argument]);
-      targets.emplace_back();
-      continue;
-    }
-    auto result = converted(meta->results.at(i), empty_like_meta, c10::kPrivateUse1);
-    targets.push_back(converted(result, for_cpu, c10::kCPU));
-    stack.push_back(std::move(result));
-  }
-  enqueue(current_stream(), [op, targets = std::move(targets), on_cpu = cpu_stack(schema, arguments)]() mutable {
-    op.callBoxed(on_cpu);
-    for (size_t i = 0; i < targets.size(); i++) {
-      if (targets[i].isTensor() && targets[i].toTensor().defined()) {
-        targets[i].toTensor().copy_(on_cpu[i].toTensor());
-      } else if (targets[i].isTensorList()) {
-        const auto from = on_cpu[i].toTensorVector();
-        for (size_t k = 0; k < from.size(); k++) {
-          targets[i].toTensorVector().at(k).copy_(from[k]);
+    const auto argument = argument_returned(schema, i);
+    IValue target;
+    if (!argument) {
+      stack.push_back(converted(like->at(i), empty_like_meta, c10::kPrivateUse1));
+      target = converted(stack.back(), for_cpu, c10::kCPU);
+    } else {
+      const auto& given = arguments[*argument];
+      if (is_out(schema.arguments()[*argument], given)) {
+        if (like != nullptr) {
+          fit(given.toTensor(), like->at(i).toTensor());
         }
+        target = on_host(given.toTensor());
+      }
+      stack.push_back(given);
+    }
+    targets.push_back(std::move(target));
+  }
+  return targets;
+}
+
+void copy_results(const Stack& targets, const Stack& results) {
+  for (size_t i = 0; i < targets.size(); i++) {
+    if (targets[i].isTensor() && targets[i].toTensor().defined()) {
+      targets[i].toTensor().copy_(results[i].toTensor());
+    } else if (targets[i].isTensorList()) {
+      const auto to = targets[i].toTensorVector(), from = results[i].toTensorVector();
+      for (size_t k = 0; k < to.size(); k++) {
+        to[k].copy_(from[k]);
       }
     }
+  }
+}
+
+void call_and_wait(const c10::OperatorHandle& op, Stack& stack, const Stack& arguments) {
+  synchronize(current_stream());
+  auto results = cpu_stack(op.schema(), arguments);
+  op.callBoxed(results);
+  auto targets = return_results(op.schema(), stack, arguments, &results);
+  enqueue(current_stream(), [targets = std::move(targets), results] { copy_results(targets, results); });
+}
+
+// Without `shapes` there are no new results.
+void call_later(const c10::OperatorHandle& op, Stack& stack, const Stack& arguments, const Stack* shapes) {
+  auto targets = return_results(op.schema(), stack, arguments, shapes);
+  enqueue(current_stream(), [op, targets = std::move(targets), on_cpu = cpu_stack(op.schema(), arguments)]() mutable {
+    op.callBoxed(on_cpu);
+    copy_results(targets, on_cpu);
   });
 }
 
@@ -371,6 +383,15 @@ void record_tensor_stream(Tensor& self, at::Stream stream) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// The CPU's copy resolves these flags itself; torch would resolve them by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 // What runs in 16 bits under torch.autocast("sim").
