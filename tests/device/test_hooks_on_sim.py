@@ -1,0 +1,67 @@
+"""Hooks on an asynchronous device: what they give on the CPU, and a host that never waits in a steady step."""
+
+from typing import Any
+
+import pytest
+import sim
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_reducer_on_sim import Net, batch
+from torch import Tensor
+
+import lightning_ddp_hooks as ldh
+from lightning_ddp_hooks import hooks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, LEARNED = 6, 3
+
+HOOKS: dict[str, Any] = {
+    "fp16": "fp16",
+    "sum in float32": hooks.Cast(dtype="bfloat16", accumulate="float32"),
+    "quantize_per_tensor": "quantize_per_tensor",
+    "quantize_per_channel": hooks.QuantizePerChannel(bucket_size=40),
+    "int8": hooks.BlockQuantize(block_size=32),
+    "onebit": hooks.OneBit(start_iter=0, block_size=32),
+    "topk": hooks.TopK(ratio=0.2),
+    "powersgd": hooks.PowerSGD(rank=2, start_iter=0, min_compression_rate=1),
+    "cold powersgd": hooks.PowerSGD(rank=2, start_iter=0, min_compression_rate=1, warm_start=False),
+    "batched_powersgd": hooks.BatchedPowerSGD(rank=2, start_iter=0, min_compression_rate=1),
+    "cast powersgd": hooks.Cast(hooks.PowerSGD(rank=2, start_iter=0, min_compression_rate=1), "bfloat16"),
+    "per parameter": hooks.PerParameter([hooks.Rule("topk", ndim=2)], default="bf16"),
+    "schedule": hooks.Schedule([hooks.Stage(0, "bf16"), hooks.Stage(2, hooks.TopK(ratio=0.2))]),
+}
+if hasattr(torch, "float8_e4m3fn"):
+    HOOKS["fp8"] = hooks.BlockQuantize(dtype="fp8", block_size=32)
+
+
+def reduced(name: str, on_device: bool) -> list[Tensor]:
+    """Gradients of some steps of an untrained model."""
+    rank = dist.get_rank()
+    device = sim.join_world(seed=rank, delayed=0.2, longest_ms=1) if on_device else torch.device("cpu")
+    torch.manual_seed(0)
+    net = Net().to(device)
+    model = ldh.DataParallel(
+        net, comm_hook=HOOKS[name], bucket_cap_mb=0.001, first_bucket_mb=0.0005, reducer_backend="python"
+    )
+    batches = [batch(step, rank).to(device) for step in range(STEPS)]
+    found = []
+    for step, own in enumerate(batches):
+        waits = sim.host_waits() if on_device else 0
+        net.zero_grad()
+        model(own).square().mean().backward()
+        found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
+        if on_device and step >= LEARNED:
+            assert sim.host_waits() == waits, "the host has waited for the device"
+    return [values.cpu() for values in found]
+
+
+@pytest.mark.parametrize("name", list(HOOKS))
+def test_a_hook_gives_what_it_gives_on_the_cpu_without_waiting(name: str) -> None:
+    there, other = run_ranks(reduced, name, True)
+    here, _ = run_ranks(reduced, name, False)
+    for step in range(STEPS):
+        assert torch.equal(there[step], other[step])
+        largest = float(here[step].abs().max())
+        torch.testing.assert_close(there[step], here[step], rtol=0, atol=0.02 * largest)
