@@ -316,7 +316,7 @@ def who_keeps_state() -> dict[str, bool]:
         "topk without memory": TopK(error_feedback=False),
         "cold powersgd": PowerSGD(error_feedback=False, warm_start=False),
         "cast": Cast("topk", "float16"),
-        "some": PerParameter([Rule("int8", ndim=2)]),
+        "some": PerParameter([Rule("int8", ndim=1)]),
         "none": Schedule([Stage(0, "bf16"), Stage(5, "quantize_per_tensor")]),
         "known function": (None, allreduce_hook),
         "function": (None, local_function),

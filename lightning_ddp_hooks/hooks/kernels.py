@@ -15,8 +15,6 @@ These are the reference. On the CPU the native module, where it is built, does t
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -27,14 +25,14 @@ SCALE_BYTES = 4
 """Bytes of a block's scale."""
 
 
-class BlockCodec(Protocol):
+class BlockCodec:
     """How the values of a block become bytes."""
 
     name: str
 
     def code_bytes(self, block_size: int) -> int:
         """Return the number of bytes for the values of one block."""
-        ...
+        return block_size
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
         """Quantise ``values`` into ``scales`` and ``codes``; overwrites ``values``.
@@ -47,11 +45,11 @@ class BlockCodec(Protocol):
                 the nearest.
             numel: how many of the values, in the order of memory, are real; the others are zeros behind them.
         """
-        ...
+        raise NotImplementedError
 
     def decode(self, scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
         """Write what ``scales`` and ``codes`` stand for into ``out``, shaped like ``values`` above, and return it."""
-        ...
+        raise NotImplementedError
 
 
 def _scale_of(values: Tensor, largest: float) -> tuple[Tensor, Tensor]:
@@ -65,14 +63,10 @@ def _scale_of(values: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     return scale, inverse.unsqueeze_(-1)
 
 
-class Int8Codec:
+class Int8Codec(BlockCodec):
     """Symmetric 8 bit integers: ``value ~ code * scale`` with codes of -127 to 127; off by at most half a scale."""
 
     name = "int8"
-
-    def code_bytes(self, block_size: int) -> int:
-        """Return the number of bytes for the values of one block."""
-        return block_size
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
         """Quantise; see `BlockCodec`."""
@@ -91,7 +85,7 @@ class Int8Codec:
         return torch.mul(codes.view(torch.int8), scales.unsqueeze(-1), out=out)
 
 
-class Float8Codec:
+class Float8Codec(BlockCodec):
     """8 bit floats (1 sign, 4 exponent and 3 mantissa bits): small values of a block keep more digits than in int8.
 
     Raises:
@@ -109,10 +103,6 @@ class Float8Codec:
                 "use dtype='int8'."
             )
         self._dtype: torch.dtype = dtype
-
-    def code_bytes(self, block_size: int) -> int:
-        """Return the number of bytes for the values of one block."""
-        return block_size
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
         """Quantise; see `BlockCodec`."""
@@ -138,7 +128,7 @@ class Float8Codec:
         return torch.mul(halves.view(torch.float16), (scales * 256.0).unsqueeze(-1), out=out)
 
 
-class SignCodec:
+class SignCodec(BlockCodec):
     """One bit per value: ``value ~ +-scale``, where the scale is the block's mean magnitude.
 
     That scale leaves the smallest squared error that signs can leave: ``|x|^2 (1 - |x|_1^2 / (n |x|_2^2))``.

@@ -33,21 +33,13 @@ _NOISE = 1e-5
 
 @dataclass(frozen=True)
 class MatrixSlot:
-    """One matrix within a flat buffer.
+    """One matrix within a flat buffer; its rows are contiguous."""
 
-    Attributes:
-        key: Name of the parameter, or whatever the state of the matrix is kept under.
-        offset: Offset in the buffer.
-        rows: Number of rows; each is contiguous.
-        cols: Number of columns.
-        rank: Rank of its approximation.
-    """
-
-    key: str
+    key: str  # name of the parameter, or whatever the state of the matrix is kept under
     offset: int
     rows: int
     cols: int
-    rank: int
+    rank: int  # of its approximation
 
     @property
     def left(self) -> int:
@@ -64,28 +56,17 @@ class MatrixSlot:
         """Number of elements of the matrix."""
         return self.rows * self.cols
 
-    @property
-    def compressed_numel(self) -> int:
-        """Number of elements of both factors."""
-        return self.rank * (self.rows + self.cols)
-
 
 @dataclass(frozen=True)
 class MatrixBatch:
     """Matrices of one shape that lie at equal distances, so that one strided view shows them all without a copy.
 
-        buffer   ..[ M0 ].....[ M1 ].....[ M2 ]...        view (3, rows, cols), strides (distance, cols, 1)
-
-    Attributes:
-        slots: Matrices, in the order of the buffer.
-        distance: Number of elements from the beginning of one to that of the next.
-        left_offset: Offset of their left factors among all left factors.
-        right_offset: Offset of their right factors among all right factors.
+    buffer   ..[ M0 ].....[ M1 ].....[ M2 ]...        view (3, rows, cols), strides (distance, cols, 1)
     """
 
-    slots: tuple[MatrixSlot, ...]
-    distance: int
-    left_offset: int
+    slots: tuple[MatrixSlot, ...]  # in the order of the buffer
+    distance: int  # from the beginning of one to that of the next
+    left_offset: int  # of their left factors among all left factors
     right_offset: int
 
     @property
@@ -119,15 +100,10 @@ class MatrixBatch:
 
 
 def make_batches(slots: Sequence[MatrixSlot], *, batched: bool = True) -> list[MatrixBatch]:
-    """Put matrices of one shape at equal distances together.
+    """Put matrices of one shape at equal distances together (if ``batched``).
 
-    Args:
-        slots: any matrices of one buffer.
-        batched: False to have each by itself.
-
-    Returns:
-        Batches such that those with the same rank and length of left factor follow one another, so that their left
-        factors are one contiguous block.
+    Batches with the same rank and length of left factor follow one another, so that their left factors are one
+    contiguous block.
     """
     ordered = sorted(slots, key=lambda s: (s.rank, s.left, s.right, s.rows, s.offset))
     runs: list[list[MatrixSlot]] = []
@@ -155,9 +131,7 @@ def _continues(run: Sequence[MatrixSlot], slot: MatrixSlot) -> bool:
 def gaps(slots: Sequence[MatrixSlot], numel: int) -> list[tuple[int, int, int, int]]:
     """Return what lies between the matrices of a buffer, as runs of equal pieces at equal distances.
 
-    Returns:
-        For each run (offset of the first piece, number of pieces, length of a piece, distance between their
-        beginnings).
+    A run is (offset of the first piece, number of pieces, length of a piece, distance between their beginnings).
     """
     pieces, position = [], 0
     for slot in sorted(slots, key=lambda s: s.offset):
@@ -207,13 +181,10 @@ def matrix_shape(param: Tensor) -> tuple[int, int] | None:
 
 
 def orthonormalize_(block: Tensor, epsilon: float = 0.0) -> None:
-    """Make the rows of each matrix of ``block``, shape ``(count, rank, length)``, orthonormal in place.
+    """Make the rows of each matrix of ``block``, shape ``(count, rank <= length, length)``, orthonormal in place.
 
-    Args:
-        block: ``rank <= length``.
-        epsilon: added to each row's length before it is divided by it (0 is exact).
-
-    Rows that depend on those before them become zero, or whatever keeps the rows orthonormal.
+    Rows that depend on those before them become zero, or whatever keeps the rows orthonormal. ``epsilon`` is added to
+    each row's length before it is divided by it (0 is exact).
     """
     count, rank, _ = block.shape
     if rank == 1:
@@ -245,12 +216,7 @@ def normalize_rows_(block: Tensor, epsilon: float = 0.0) -> None:
 
 
 class Rows:
-    """Rows of various lengths, one behind the other in a flat tensor: what is done to all of them in a few kernels.
-
-    Args:
-        lengths: Lengths of the rows.
-        device: Device of the flat tensors.
-    """
+    """Rows of various lengths, one behind the other in a flat tensor: what is done to all of them in a few kernels."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths = torch.tensor(lengths, dtype=torch.int64, device=device)

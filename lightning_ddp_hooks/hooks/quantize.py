@@ -9,7 +9,6 @@ scales, and each of them decodes and averages. Here scales, zero points and code
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,26 +151,12 @@ class _GatherHook(BoundHook):
             return rows.decode_mean(gathered.view(self._world_size, -1), bucket.divisor, buffer)
 
 
-class _Parts(NamedTuple):
-    """Views of the parts of one message."""
-
-    scales: Tensor
-    zeros: Tensor
-    codes: Tensor
-
-
 @dataclass(frozen=True)
 class _Rows:
-    """How a bucket is cut into rows with one scale each; the last one is filled up with zeros.
+    """How a bucket is cut into rows with one scale each; the last one is filled up with zeros."""
 
-    Attributes:
-        numel: elements of the bucket.
-        row: elements of a row.
-        rows: number of rows.
-    """
-
-    numel: int
-    row: int
+    numel: int  # of the bucket
+    row: int  # number of elements of a row
     rows: int
 
     @classmethod
@@ -185,14 +170,11 @@ class _Rows:
         """Bytes of a message, a multiple of 4 so that the next one's scales are aligned."""
         return -(-self.rows * (4 + 1 + self.row) // 4) * 4
 
-    def parts(self, message: Tensor) -> _Parts:
-        """Return views of one message's parts."""
+    def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of one message's scales, zero points and codes."""
         zeros, codes = 4 * self.rows, 5 * self.rows
-        return _Parts(
-            message[:zeros].view(torch.float32),
-            message[zeros:codes],
-            message[codes : codes + self.rows * self.row].view(self.rows, self.row),
-        )
+        rows = message[codes : codes + self.rows * self.row].view(self.rows, self.row)
+        return message[:zeros].view(torch.float32), message[zeros:codes], rows
 
     def encode(self, buffer: Tensor) -> Tensor:
         """Return the message that stands for ``buffer``."""
