@@ -63,6 +63,7 @@ def test_a_hook_gives_what_it_gives_on_the_cpu_without_waiting(name: str) -> Non
     there, other = run_ranks(reduced, name, True)
     here, _ = run_ranks(reduced, name, False)
     for step in range(STEPS):
-        assert torch.equal(there[step], other[step])
+        if name not in ("noop", "post_local_sgd"):
+            assert torch.equal(there[step], other[step])
         largest = float(here[step].abs().max())
         torch.testing.assert_close(there[step], here[step], rtol=0, atol=0.02 * largest)
