@@ -49,7 +49,12 @@ def reduced(name: str, on_device: bool) -> list[Tensor]:
     batches = [batch(step, rank).to(device) for step in range(STEPS)]
     found = []
     for step, own in enumerate(batches):
-        with sim.no_host_waits() if on_device and step >= LEARNED else nullcontext():
+        watched = on_device and step >= LEARNED
+        if watched:
+            torch.accelerator.synchronize()  # the last backward's status has arrived
+        with sim.no_host_waits() if watched else nullcontext():
+            if watched:
+                sim.sleep(100)
             net.zero_grad()
             model(own).square().mean().backward()
             found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
