@@ -111,8 +111,8 @@ class BoundScripted(BoundHook):
                 results = yield requests.Together([request for request, _ in pairs])
                 for (_, check), result in zip(pairs, results, strict=True):
                     check(result)
-        total = yield requests.AllReduce(bucket.buffer())
-        return total.div_(bucket.divisor)
+        yield requests.AllReduce(bucket.buffer())
+        return bucket.buffer().div_(bucket.divisor)
 
 
 def scripted_rounds(at_once: bool, steps: int) -> int:
@@ -301,8 +301,8 @@ class BoundHalfHalf(BoundHook):
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()
-        positive = yield requests.AllReduce(buffer.clamp(min=0))
-        negative = yield requests.AllReduce(buffer.clamp(max=0))
+        positive: Tensor = yield requests.AllReduce(buffer.clamp(min=0))
+        negative: Tensor = yield requests.AllReduce(buffer.clamp(max=0))
         return (positive + negative) / bucket.divisor
 
 
