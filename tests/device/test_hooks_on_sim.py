@@ -66,7 +66,7 @@ def _train_without_waits(name: str) -> None:
             optimizer.step()
             continue
         with sim.no_host_waits():
-            sim.sleep(200)
+            sim.sleep(600)
             optimizer.zero_grad()
             model(own).square().mean().backward()
             optimizer.step()
