@@ -27,7 +27,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def wrap(net: nn.Module, **settings: Any) -> ldh.DataParallel:
-    return ldh.DataParallel(net, bucket_cap_mb=0.001, first_bucket_mb=0.0005, **settings)
+    return ldh.DataParallel(net, **{"bucket_cap_mb": 0.001, "first_bucket_mb": 0.0005, **settings})
 
 
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
