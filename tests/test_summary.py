@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_ddp_hooks import averaging, hooks, optim
-from lightning_ddp_hooks.hooks.parts import parts_of
-from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, resolve_hook
+from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, parts_of, resolve_hook
 from lightning_ddp_hooks.lightning.summary import brief, declared, mib, summary_text, without_effect
 
 FACTS = {

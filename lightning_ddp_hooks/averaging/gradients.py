@@ -20,7 +20,7 @@ from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
-from lightning_ddp_hooks.hooks.parts import parts_of
+from lightning_ddp_hooks.hooks.registry import parts_of
 
 if TYPE_CHECKING:
     from lightning_ddp_hooks.averaging.driver import Averaging
