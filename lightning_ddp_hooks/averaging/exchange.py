@@ -23,8 +23,9 @@ from lightning_ddp_hooks.averaging.averager import AveragingContext
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.in_flight_bucket import InFlightBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout, assign_buckets
-from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.reducer.stream import comm_stream
 
 _BUCKET_BYTES = 25 << 20

@@ -17,8 +17,10 @@ from torch import Tensor
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.engine import Engine, MeanEngine
+from lightning_ddp_hooks.reducer.in_flight_bucket import InFlightBucket
+from lightning_ddp_hooks.reducer.issue import is_same_memory
 from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard, told_of_wait
-from lightning_ddp_hooks.reducer.queue import CollectiveQueue, InFlightBucket, is_same_memory
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.reducer.stream import CommStream, DeferredRead, comm_stream
 
 

@@ -12,15 +12,16 @@ all ranks, and a *round* is all buckets of one backward (or of one exchange of a
     yet waits until its bucket is the first one left and no other can go on without it, which is a state that does not
     depend on timing; then it goes to the last lane. At the end of the round the lanes that were missing are made, on
     all ranks alike. So a hook may yield any number of collectives.
-A status (status.py) travels with the last bucket's first collective, or right behind it.
+A status (status.py) travels with the last bucket's first collective or right behind it, or behind everything if that
+bucket has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +29,12 @@ from torch import Tensor
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.in_flight_bucket import BucketHook, EarlierBuckets, InFlightBucket
+from lightning_ddp_hooks.reducer.issue import Issued, issue_collective
 from lightning_ddp_hooks.reducer.requests import Phases, Request, Subgroup
 from lightning_ddp_hooks.traffic import CONTROL
 
 _MAX_LANES = 4
-
-
-class BucketHook(Protocol):
-    """What the queue needs of a hook; `hooks.contract.BoundHook` says more of each member."""
-
-    name: str
-    one_at_a_time: bool
-    takes_divided: bool
-
-    def reduce(self, bucket: GradBucket) -> Phases:
-        """Reduce one bucket."""
-        ...
 
 
 class PlainMean:
@@ -57,13 +48,6 @@ class PlainMean:
         """Sum the bucket."""
         yield requests.AllReduce(bucket.buffer())
         return None
-
-
-class _Issued(NamedTuple):
-    """Collectives in flight, and what returns their result once they are done."""
-
-    handles: list[Any]
-    result: Callable[[], Any]
 
 
 class CollectiveQueue:
@@ -98,8 +82,6 @@ class CollectiveQueue:
         self._round: list[InFlightBucket] = []
         self._status: Tensor | None = None
         self._status_work: comm.Work | None = None
-        self._later_status: Tensor | None = None
-        self._silent = False  # until a round has shown it
         self.all_launched = False
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
@@ -149,7 +131,7 @@ class CollectiveQueue:
         progress = True
         while progress:
             progress = False
-            earlier = _Earlier()
+            earlier = EarlierBuckets()
             for in_flight in self._round:
                 while not in_flight.finished and in_flight.may_go_on(earlier):
                     in_flight.go_on()
@@ -172,48 +154,32 @@ class CollectiveQueue:
                 continue
             blocked.block()
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether no round so far had collectives of the hook's, as with functions that issue theirs by themselves."""
-        return self._silent
-
-    def send_status(self, slot: Tensor, *, travels_along: bool, later: bool = False) -> None:
-        """Sum a status over the ranks; called once a round, at the same place of its order on all ranks.
+    def send_status(self, slot: Tensor, *, travels_along: bool) -> None:
+        """Sum a status over the ranks, at the same place among the collectives on all ranks.
 
         Args:
             slot: The status; overwritten by the sum if it travels along.
             travels_along: Whether a collective that was just issued takes it along.
-            later: Send it only when it is waited for, behind all buckets.
         """
-        if later:
-            self._later_status = slot
-            return
-        if travels_along:
-            self._status = slot
-            return
-        self._status = slot.clone()
-        with comm.counted_as(CONTROL):
-            work = comm.all_reduce(self._status, self._lanes[None][0])
-        if self.at_once:
-            work.wait()
-        else:
-            self._status_work = work
+        self._status = slot if travels_along else slot.clone()
+        if not travels_along:
+            with comm.counted_as(CONTROL):
+                self._status_work = comm.all_reduce(self._status, self.group)
 
     def wait_for_status(self) -> Tensor:
         """Wait for the sum of the status that was sent in this round."""
-        if self._later_status is not None:
-            slot, self._later_status = self._later_status, None
+        if self._status is None:  # no collective of the last bucket's has shown a place for it
+            slot = self._round[-1].unsent_status
+            assert slot is not None, "no status was to be sent"
             self.send_status(slot, travels_along=False)
         if self._status_work is not None:
             self._status_work.wait()
-            self._status_work = None
-        assert self._status is not None, "no status was sent"
+        assert self._status is not None
         return self._status
 
     def end_round(self) -> None:
         """Let go of the buckets, and make lanes that were missing; collective where some were."""
         self.forget()
-        self._silent = not self._stages
         if self.at_once:
             return
         for subgroup, lanes in self._lanes.items():  # in an order that is the same on all ranks
@@ -224,7 +190,7 @@ class CollectiveQueue:
     def forget(self) -> None:
         """Let go of the buckets of the round, also of those in flight."""
         self._round = []
-        self._status = self._status_work = self._later_status = None
+        self._status = self._status_work = None
         self.all_launched = False
 
     def close(self) -> None:
@@ -241,14 +207,14 @@ class CollectiveQueue:
 
     def all_wait_for(self, first: InFlightBucket) -> bool:
         """Tell whether nothing can happen in the round unless ``first``, the first bucket left, goes on."""
-        earlier = _Earlier()
+        earlier = EarlierBuckets()
         for other in self._round:
             if other is not first and not other.finished and (other.is_waiting or other.may_go_on(earlier)):
                 return False
             earlier.include(other)
         return self.all_launched
 
-    def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> _Issued:
+    def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> Issued:
         """Issue the collectives of a request.
 
         Args:
@@ -258,173 +224,19 @@ class CollectiveQueue:
         """
         if isinstance(request, requests.Wait):
             handle = request.handle
-            return _Issued([handle], lambda: handle)
+            return Issued([handle], lambda: handle)
         if isinstance(request, requests.Together):
             with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
                 parts = [self.issue(part, stage) for part in request.requests]
-            return _Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
+            return Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
         if isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             raise TypeError(f"Expected collectives and Wait in Together, got {type(request).__name__}.")
-        return _issue(request, self._group(request.subgroup, stage), storage)  # type: ignore[attr-defined]
+        return issue_collective(request, self._group(request.subgroup, stage), storage)  # type: ignore[attr-defined]
 
     def _group(self, subgroup: Subgroup | None, stage: int) -> comm.ProcessGroup:
         lanes = self._lanes[subgroup]
         self._stages[subgroup] = max(self._stages.get(subgroup, 0), stage + 1)
         return lanes[0 if self.at_once else min(stage, len(lanes) - 1)]
-
-
-class _Earlier:
-    """What is known of the buckets before one: the least number of stages issued, and whether all passed their turn."""
-
-    def __init__(self) -> None:
-        self.stages: float = float("inf")
-        self.all_passed = True
-        self.all_finished = True
-
-    def include(self, in_flight: InFlightBucket) -> None:
-        if not in_flight.finished:
-            self.stages = min(self.stages, in_flight.stages)
-            self.all_passed &= in_flight.passed_turn
-            self.all_finished = False
-
-
-class InFlightBucket:
-    """A launched bucket on its way through the requests of its hook.
-
-    Attributes:
-        index: Index of the bucket.
-        stages: Number of collectives that were issued for it.
-        finished: Whether it has been reduced.
-        passed_turn: Whether it has passed an `InOrder` request.
-        on_collective: Called with each collective's handle that is issued from now on, if not None.
-        on_finished: Called when the bucket has been reduced, if not None.
-    """
-
-    def __init__(
-        self, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket | None, sends_status: bool = False
-    ) -> None:
-        self.index = bucket.index()
-        self.stages = 0
-        self.finished = False
-        self.passed_turn = False
-        self.on_collective: Callable[[Any], None] | None = None
-        self.on_finished: Callable[[], None] | None = None
-        self._queue = queue
-        self._bucket = bucket
-        self._storage = storage
-        self._unsent_status = storage.status_slot if sends_status and storage is not None else None
-        self._hook = queue.hook
-        self._phases: Phases | None = None
-        self._request: Request | None = None  # that is yet to be issued, or to be allowed
-        self._issued: _Issued | None = None
-        self._result: Tensor | None = None
-        # Later phases are issued while other buckets are at work, but count for what this one was launched for.
-        self._total = comm.current_total()
-
-    @property
-    def begun(self) -> bool:
-        """Whether its hook has issued something, or is done."""
-        return self._issued is not None or self.stages > 0 or self.finished
-
-    @property
-    def collective(self) -> Any:
-        """Handle of what is in flight; None if nothing is."""
-        return None if self._issued is None or not self._issued.handles else self._issued.handles[-1]
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something that was issued for it has not been waited for."""
-        return self._issued is not None
-
-    def may_go_on(self, earlier: _Earlier) -> bool:
-        """Tell whether it can be moved on now without waiting, and in order."""
-        if self._phases is None:
-            return earlier.all_finished or not self._hook.one_at_a_time
-        if self._issued is not None:
-            return all(is_done(handle) for handle in self._issued.handles)
-        request = self._request
-        if isinstance(request, requests.InOrder):
-            return earlier.all_passed
-        if isinstance(request, requests.EndOfBackward):
-            return self._queue.all_launched
-        if request is None or isinstance(request, requests.Wait):
-            return True
-        lanes_there = all(self._queue.has_lane(part, self.stages) for part in _subgroups(request))
-        if lanes_there:
-            return earlier.stages > self.stages
-        return earlier.all_finished and self._queue.all_wait_for(self)
-
-    def go_on(self) -> None:
-        """Issue the request that is due, or resume the hook up to its next one."""
-        if self._issued is not None:
-            self.block()  # also what is done: waiting orders streams, and raises what has failed
-            return
-        request = self._request
-        if request is not None and not isinstance(request, (requests.InOrder, requests.EndOfBackward)):
-            self._request = None
-            storage = self._storage if self.stages == 0 else None
-            with torch.no_grad(), comm.counted_in(self._total):
-                self._issued = self._queue.issue(request, self.stages, storage)
-            if not isinstance(request, requests.Wait):
-                self.stages += 1
-            if self._status_is_in_order():
-                self._send_status(travels_along=takes_along(request, storage))
-            if self.on_collective is not None and self.collective is not None:
-                self.on_collective(self.collective)
-            if self._queue.at_once:  # whether a device is done yet must not decide what comes next
-                self.block()
-            return
-        self.passed_turn |= isinstance(request, requests.InOrder)
-        self._request = None
-        self._resume()
-
-    def block(self) -> None:
-        """Wait for what is in flight, and resume the hook."""
-        assert self._issued is not None
-        try:
-            for handle in self._issued.handles:
-                handle.wait()
-        except Exception as error:
-            raise RuntimeError(
-                f"Communication hook {self._hook.name} failed on {describe(self._bucket)}: {error}"
-            ) from error
-        self._resume()
-
-    def _resume(self) -> None:
-        issued, self._issued = self._issued, None
-        # Not in the generator, where it would reach into the code that runs between two phases.
-        with torch.no_grad(), comm.counted_in(self._total):
-            try:
-                if self._phases is None:
-                    self._phases = phases_of(self._hook, self._bucket)
-                    self._request = _check_request(self._hook, next(self._phases))
-                else:
-                    yielded = self._phases.send(None if issued is None else issued.result())
-                    self._request = _check_request(self._hook, yielded)
-            except StopIteration as end:
-                if end.value is not None:
-                    self._result = check_result(self._hook.name, self._bucket, end.value)
-                self.finished = True
-                self._send_status()
-        if self.finished and self.on_finished is not None:
-            self.on_finished()
-
-    def _status_is_in_order(self) -> bool:
-        """Tell whether a status that is sent now has the same place among the collectives on all ranks."""
-        # A bucket without collectives, such as one that only waits for a handle, goes on at any time.
-        return self.stages > 0 or self._queue.at_once or self._queue.is_silent
-
-    def _send_status(self, *, travels_along: bool = False) -> None:
-        slot, self._unsent_status = self._unsent_status, None
-        if slot is not None:
-            with torch.no_grad():
-                self._queue.send_status(slot, travels_along=travels_along, later=not self._status_is_in_order())
-
-    def wait(self) -> Tensor:
-        """Block until the bucket is reduced; return the reduced values, which may lie in the bucket's own buffer."""
-        self._queue.wait_for(self)
-        self._phases = None
-        return self._bucket.buffer() if self._result is None else self._result
 
 
 def carry_out(phases: Generator[Request, Any, None], group: comm.ProcessGroup) -> None:
@@ -441,131 +253,3 @@ def carry_out(phases: Generator[Request, Any, None], group: comm.ProcessGroup) -
             for handle in issued.handles:
                 handle.wait()
             result = issued.result()
-
-
-def _check_request(hook: BucketHook, yielded: object) -> Request:
-    if isinstance(yielded, Request):
-        return yielded
-    raise TypeError(
-        f"Communication hook {hook.name} yielded a {type(yielded).__name__}; expected a request for a collective, on "
-        "every rank alike, such as `total = yield requests.AllReduce(tensor)` (also AllToAll, AllGather, "
-        "ReduceScatter, Broadcast, Together; `from lightning_ddp_hooks.hooks import requests`). A hook does not issue "
-        "collectives itself; for another handle that can be waited for there is `yield requests.Wait(handle)`."
-    )
-
-
-def _subgroups(request: Request) -> Iterator[Subgroup | None]:
-    if isinstance(request, requests.Together):
-        for part in request.requests:
-            if not isinstance(part, requests.Wait):
-                yield from _subgroups(part)
-    else:
-        yield getattr(request, "subgroup", None)
-
-
-def takes_along(request: Request, storage: Bucket | None) -> bool:
-    """Tell whether a request sums a whole bucket that has a status behind it."""
-    if storage is None or storage.status_slot is None or not isinstance(request, requests.AllReduce):
-        return False
-    return request.subgroup is None and is_same_memory(request.tensor, storage.buffer)
-
-
-def _issue(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> _Issued:
-    size = group.size()
-    if isinstance(request, requests.AllReduce):
-        tensor = request.tensor
-        if storage is not None and takes_along(request, storage):
-            return _Issued([comm.all_reduce(storage.comm_buffer, group)], lambda: tensor)
-        return _Issued([comm.all_reduce(tensor, group)], lambda: tensor)
-    if isinstance(request, requests.Broadcast):
-        tensor = request.tensor
-        return _Issued([comm.broadcast(tensor, group, request.source)], lambda: tensor)
-    if isinstance(request, requests.AllToAll):
-        tensor = request.tensor
-        output = torch.empty_like(tensor) if request.output is None else request.output
-        return _Issued([comm.start_all_to_all(output, tensor, group)], lambda: output)
-    if isinstance(request, requests.AllGather):
-        tensor = request.tensor
-        gathered = tensor.new_empty(size * tensor.numel()) if request.output is None else request.output
-        return _Issued([comm.start_all_gather(gathered, tensor, group)], lambda: gathered)
-    if isinstance(request, requests.ReduceScatter):
-        return comm_reduce_scatter(request, group)
-    raise TypeError(f"Expected a request for a collective, got {type(request).__name__}.")
-
-
-def comm_reduce_scatter(request: requests.ReduceScatter, group: comm.ProcessGroup) -> _Issued:
-    """Issue a reduce-scatter; over gloo as an all-to-all and a sum, which sends half of what gloo's own does."""
-    tensor, size = request.tensor, group.size()
-    part = tensor.new_empty(tensor.numel() // size) if request.output is None else request.output
-    if comm.backend_name(group) != "gloo":
-        return _Issued([comm.start_reduce_scatter(part, tensor, group)], lambda: part)
-    received = torch.empty_like(tensor)
-    work = comm.start_all_to_all(received, tensor, group)
-    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-
-    def sum_parts() -> Tensor:
-        return part.copy_(received.view(size, -1).sum(dim=0, dtype=wide))
-
-    return _Issued([work], sum_parts)
-
-
-def is_same_memory(result: Tensor, buffer: Tensor) -> bool:
-    """Tell whether a flat result lies where the buffer is."""
-    return result.data_ptr() == buffer.data_ptr() and result.dtype == buffer.dtype and result.numel() == buffer.numel()
-
-
-def is_done(handle: Any) -> bool:
-    """Tell whether something in flight is done; False if there is no way to tell."""
-    done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
-    return bool(done()) if callable(done) else False
-
-
-def phases_of(hook: Any, bucket: GradBucket) -> Phases:
-    """Begin to reduce a bucket.
-
-    Raises:
-        TypeError: The hook's `reduce` is not a generator; names the hook.
-    """
-    phases: object = hook.reduce(bucket)
-    if isinstance(phases, Iterator):
-        return phases  # type: ignore[return-value]
-    found = "None" if phases is None else f"a {type(phases).__name__}"
-    raise TypeError(
-        f"{type(hook).__qualname__}.reduce returned {found}; expected a generator, on every rank alike: `yield` a "
-        "request for each collective (`total = yield requests.AllReduce(tensor)`), then `return` the "
-        "reduced tensor, or None if it lies in the bucket. A plain function `hook(state, bucket)` that returns a "
-        "tensor or a future needs no class: pass `comm_hook=(state, hook)`."
-    )
-
-
-def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
-    """Return a hook's result as the tensor it must be.
-
-    Accepts a tensor, or the one-element list that ``work.get_future()`` gives.
-
-    Raises:
-        RuntimeError: Anything else, or a wrong number of elements; names hook, bucket and parameters.
-    """
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    expected = bucket.buffer().numel()
-    if not isinstance(value, Tensor):
-        found = "None" if value is None else f"a {type(value).__name__}"
-    elif (
-        value.layout is not torch.strided or value.is_meta or (value.is_complex() and not bucket.buffer().is_complex())
-    ):
-        found = f"a tensor of layout {value.layout} and dtype {value.dtype} on {value.device}"
-    elif value.numel() != expected:
-        found = f"a tensor of {value.numel()} elements"
-    else:
-        return value
-    raise RuntimeError(
-        f"Communication hook {hook} returned {found} for {describe(bucket)}; expected a tensor of {expected} elements, "
-        "or a future of one."
-    )
-
-
-def describe(bucket: GradBucket) -> str:
-    """Name a bucket and its parameters in a message."""
-    shown = ", ".join(bucket.names[:4]) + (", ..." if len(bucket.names) > 4 else "")
-    return f"bucket {bucket.index()} ({shown})"

@@ -24,10 +24,11 @@ from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
 from lightning_ddp_hooks.reducer.engine import Engine
 from lightning_ddp_hooks.reducer.facts import bucket_facts
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
+from lightning_ddp_hooks.reducer.in_flight_bucket import BucketHook
 from lightning_ddp_hooks.reducer.module_sync import Buffers, broadcast_tensors, check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters, check_parameters, claim, release, require_free
-from lightning_ddp_hooks.reducer.queue import BucketHook, CollectiveQueue
+from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.reducer.sparse import mean_sparse_or_dense
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.

@@ -1,0 +1,89 @@
+"""How a single request becomes a collective on a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer import requests
+from lightning_ddp_hooks.reducer.bucket import Bucket
+from lightning_ddp_hooks.reducer.requests import Request, Subgroup
+
+
+class Issued(NamedTuple):
+    """Collectives in flight, and what returns their result once they are done."""
+
+    handles: list[Any]
+    result: Callable[[], Any]
+
+
+def takes_along(request: Request, storage: Bucket | None) -> bool:
+    """Tell whether a request sums a whole bucket that has a status behind it."""
+    if storage is None or storage.status_slot is None or not isinstance(request, requests.AllReduce):
+        return False
+    return request.subgroup is None and is_same_memory(request.tensor, storage.buffer)
+
+
+def issue_collective(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> Issued:
+    """Issue one collective; a sum of the whole bucket takes the status behind it along."""
+    size = group.size()
+    if isinstance(request, requests.AllReduce):
+        tensor = request.tensor
+        if storage is not None and takes_along(request, storage):
+            return Issued([comm.all_reduce(storage.comm_buffer, group)], lambda: tensor)
+        return Issued([comm.all_reduce(tensor, group)], lambda: tensor)
+    if isinstance(request, requests.Broadcast):
+        tensor = request.tensor
+        return Issued([comm.broadcast(tensor, group, request.source)], lambda: tensor)
+    if isinstance(request, requests.AllToAll):
+        tensor = request.tensor
+        output = torch.empty_like(tensor) if request.output is None else request.output
+        return Issued([comm.start_all_to_all(output, tensor, group)], lambda: output)
+    if isinstance(request, requests.AllGather):
+        tensor = request.tensor
+        gathered = tensor.new_empty(size * tensor.numel()) if request.output is None else request.output
+        return Issued([comm.start_all_gather(gathered, tensor, group)], lambda: gathered)
+    if isinstance(request, requests.ReduceScatter):
+        return _reduce_scatter(request, group)
+    raise TypeError(f"Expected a request for a collective, got {type(request).__name__}.")
+
+
+def _reduce_scatter(request: requests.ReduceScatter, group: comm.ProcessGroup) -> Issued:
+    """Issue a reduce-scatter; over gloo as an all-to-all and a sum, which sends half of what gloo's own does."""
+    tensor, size = request.tensor, group.size()
+    part = tensor.new_empty(tensor.numel() // size) if request.output is None else request.output
+    if comm.backend_name(group) != "gloo":
+        return Issued([comm.start_reduce_scatter(part, tensor, group)], lambda: part)
+    received = torch.empty_like(tensor)
+    work = comm.start_all_to_all(received, tensor, group)
+    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+    def sum_parts() -> Tensor:
+        return part.copy_(received.view(size, -1).sum(dim=0, dtype=wide))
+
+    return Issued([work], sum_parts)
+
+
+def is_same_memory(result: Tensor, buffer: Tensor) -> bool:
+    """Tell whether a flat result lies where the buffer is."""
+    return result.data_ptr() == buffer.data_ptr() and result.dtype == buffer.dtype and result.numel() == buffer.numel()
+
+
+def subgroups_of(request: Request) -> Iterator[Subgroup | None]:
+    """Return the ranks that the collectives of a request are limited to."""
+    if isinstance(request, requests.Together):
+        for part in request.requests:
+            if not isinstance(part, requests.Wait):
+                yield from subgroups_of(part)
+    else:
+        yield getattr(request, "subgroup", None)
+
+
+def is_done(handle: Any) -> bool:
+    """Tell whether something in flight is done; False if there is no way to tell."""
+    done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)
+    return bool(done()) if callable(done) else False
