@@ -102,6 +102,7 @@ class CommMonitor(Callback):
         self.keep_steps = keep_steps
         self.record: RunRecord | None = None
         self._recorder: Recorder | None = None
+        self._reducer: Reducer | None = None
         self._directory: Path | None = None
         self._groups: list[comm.ProcessGroup] = []
         self._unlogged: list[StepTiming] = []
@@ -146,7 +147,7 @@ class CommMonitor(Callback):
         self._unlogged = []
         self._steps_seen = trainer.global_step
         comm.count_bytes(traffic)
-        reducer.observer = self._recorder
+        reducer.observer, self._reducer = self._recorder, reducer
 
     # ------------------------------------------------------------------ each step
 
@@ -247,7 +248,7 @@ class CommMonitor(Callback):
             return
         self._recorder = None
         comm.count_bytes(None)
-        reducer = getattr(trainer.strategy, "_reducer", None)
+        reducer, self._reducer = self._reducer, None
         if reducer is not None:
             reducer.observer = None
 
