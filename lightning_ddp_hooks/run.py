@@ -411,6 +411,7 @@ class TrainingRun:
         if self.driver is not None:
             self.driver.close(failed=self.failed, broken=self._broken)
         self.reducer.detach()
+        self.reducer.on_backward_begin = None
         self.averaging = self._weights = self.hook.bound = None
 
 
