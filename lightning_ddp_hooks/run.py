@@ -416,6 +416,7 @@ class TrainingRun:
         if self.driver is not None:
             self.driver.close()
         self.reducer.detach()
+        self.reducer.on_backward_begin = None
         self.averaging = self._weights = self.hook.bound = None
 
 

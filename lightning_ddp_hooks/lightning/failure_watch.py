@@ -31,7 +31,6 @@ from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
-from lightning_ddp_hooks.run import TrainingRun
 
 _runs = itertools.count()
 _current: ProcessWatch | None = None
@@ -83,7 +82,7 @@ class TrainerWatch:
     def start(
         self,
         timeout: float,
-        progress: Callable[[], tuple[TrainingRun | None, str]],
+        progress: Callable[[], tuple[Progress, str]],
         uneven: Callable[[], bool],
         launcher: Callable[[], Any],
     ) -> None:
@@ -91,21 +90,18 @@ class TrainerWatch:
 
         Args:
             timeout: Seconds of silence after which a rank is given up.
-            progress: Returns the training run, once there is one, and what this rank is known to wait for, in words.
+            progress: Returns how far this rank has come, and what it is known to wait for, in words.
             uneven: Tells whether uneven inputs are taken care of.
             launcher: Returns what has started other processes.
         """
         thread = threading.get_ident()  # the one that trains
 
         def where() -> Progress:
-            run, waits_for = progress()
+            place, waits_for = progress()
             collectives = comm.collectives_begun() if comm.is_initialized() else 0
-            waits_for = waits_for or blocking_collective(thread)
-            if run is None:
-                return Progress(0, waits_for=waits_for, collectives=collectives)
-            if waits_for:
-                return Progress(run.step, run.reducer.synced_backwards, waits_for=waits_for, collectives=collectives)
-            return replace(run.progress(), collectives=collectives)
+            if waits_for := waits_for or blocking_collective(thread):
+                return Progress(place.step, place.passes, waits_for=waits_for, collectives=collectives)
+            return replace(place, collectives=collectives)
 
         if comm.world_size() > 1:
             self._detector = start_detector(

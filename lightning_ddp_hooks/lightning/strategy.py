@@ -23,6 +23,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
 from lightning_ddp_hooks.conflicts import raise_on_conflict
+from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import checkpoint_io_property
 from lightning_ddp_hooks.lightning.failure_watch import TrainerWatch
@@ -261,8 +262,9 @@ class DDPHooksStrategy(DDPStrategy):
         if self.settings.failure_timeout is not None:
             self._watch.start(self.settings.failure_timeout, self._progress, self._uneven, lambda: self.launcher)
 
-    def _progress(self) -> tuple[TrainingRun | None, str]:
-        return self._run, "" if self._logging is None else self._logging.waits_for
+    def _progress(self) -> tuple[Progress, str]:
+        place = Progress(0) if self._run is None else self._run.progress()
+        return place, "" if self._logging is None else self._logging.waits_for
 
     def _uneven(self) -> bool:
         return self._inputs.uneven is not None
