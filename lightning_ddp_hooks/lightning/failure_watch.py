@@ -100,7 +100,7 @@ class TrainerWatch:
             place, waits_for = progress()
             collectives = comm.collectives_begun() if comm.is_initialized() else 0
             if waits_for := waits_for or blocking_collective(thread):
-                return Progress(place.step, place.passes, waits_for=waits_for, collectives=collectives)
+                return Progress(place.step, place.synced_backwards, waits_for=waits_for, collectives=collectives)
             return replace(place, collectives=collectives)
 
         if comm.world_size() > 1:
