@@ -35,13 +35,11 @@ def _ours(backend: Literal["python", "native"], **settings: Any) -> Callable[...
     def wrap(module: nn.Module, **options: Any) -> nn.Module:
         # Here, so that the variants of torch run without the package.
         from lightning_ddp_hooks import DataParallel
-        from lightning_ddp_hooks.reducer.engine import PythonEngine
 
         wrapped = DataParallel(module, reducer_backend=backend, **settings, **options)
-        engine = wrapped.reducer._engine
-        if isinstance(engine, PythonEngine) != (backend == "python"):
+        if (found := wrapped.stats()["backend"]) != backend:
             # A figure under the wrong name would be worse than none.
-            raise RuntimeError(f"asked for the {backend} backend, got {type(engine).__name__}")
+            raise RuntimeError(f"asked for the {backend} backend, got {found}")
         return wrapped
 
     return wrap

@@ -301,8 +301,10 @@ def _hook_that_raises(backend: Any, one_at_a_time: bool) -> list[tuple[int, int,
             places.append((*model.reducer.progress(), ""))
         else:
             places.append(model.reducer.aborted_at)
-        model(data(0, 0, 4, 8)).sum().backward()
-        assert model.reducer.aborted_at is None
+        # Of the first buckets' collectives a function may remember anything; an error in the last one ended it all.
+        if bucket < len(model.stats()["bucket_sizes"]) - 1:  # type: ignore[arg-type]
+            with pytest.raises(RuntimeError, match="_RaisesOnce remembers of them cannot be taken back"):
+                model(data(0, 0, 4, 8))
     return places
 
 
