@@ -24,8 +24,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
-from lightning_ddp_hooks.monitor.metrics import step_metrics
-from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
+from lightning_ddp_hooks.monitor.record import RunRecord, rank_row, step_metrics
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
