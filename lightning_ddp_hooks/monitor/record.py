@@ -13,22 +13,16 @@ from lightning_ddp_hooks.monitor.timeline import StepTiming
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of some steps: medians over the typical ones in seconds, bytes and errors over all.
-
-    Attributes:
-        sent_bytes: Mean of what this rank sent in a step (averaging and the like do not come in every step).
-        compression: Effective compression; None if nothing was sent.
-        error: Mean relative error of compressed buckets, weighted by size; None unless it was measured.
-    """
+    """Figures of some steps: medians over the typical ones in seconds, bytes and errors over all."""
 
     steps: int
     duration: float
     communication: float
     exposed: float
     overlap: float
-    sent_bytes: float
-    compression: float | None
-    error: float | None
+    sent_bytes: float  # mean, since averaging and the like do not come in every step
+    compression: float | None  # None if nothing was sent
+    error: float | None  # relative, of compressed buckets, mean by size; None unless it was measured
 
     @property
     def exposed_share(self) -> float:
@@ -64,33 +58,19 @@ def rank_row(rank: int, steps: Sequence[StepTiming], world_size: int) -> dict[st
 
 @dataclass
 class RunRecord:
-    """A run as the report tells it.
-
-    Attributes:
-        rank: Rank that keeps this record.
-        keep_steps: Number of steps that are kept in full; older ones are dropped.
-        facts: What to say about the run (model, hook, backend), in this order.
-        has_hook: Whether a communication hook reduces the gradients.
-        bucket_cap_bytes: Size at which a bucket is closed.
-        count: Number of all steps that were recorded.
-        parameter_bytes: Size of each parameter's gradient, by name.
-        outside_bytes: Bytes that were sent between steps, by purpose.
-        ranks: Result of `rank_row` on each rank; empty if they could not be asked.
-        note: What a reader has to know, such as that the run has failed.
-        steps: The last steps.
-    """
+    """A run as the report tells it, by the rank that keeps it."""
 
     world_size: int
     rank: int
-    keep_steps: int
-    facts: dict[str, str] = field(default_factory=dict)
+    keep_steps: int  # number of steps that are kept in full; older ones are dropped
+    facts: dict[str, str] = field(default_factory=dict)  # model, hook, backend and the like, in this order
     has_hook: bool = False
     bucket_cap_bytes: int = 0
-    count: int = 0
-    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
-    outside_bytes: Mapping[str, int] = field(default_factory=dict)
-    ranks: Sequence[Mapping[str, float | None]] = ()
-    note: str | None = None
+    count: int = 0  # of all steps that were recorded
+    parameter_bytes: Mapping[str, int] = field(default_factory=dict)  # size of each parameter's gradient
+    outside_bytes: Mapping[str, int] = field(default_factory=dict)  # sent between steps, by purpose
+    ranks: Sequence[Mapping[str, float | None]] = ()  # `rank_row` of each; empty if they could not be asked
+    note: str | None = None  # what a reader has to know, such as that the run has failed
     steps: deque[StepTiming] = field(init=False)
 
     def __post_init__(self) -> None:

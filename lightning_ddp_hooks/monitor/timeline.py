@@ -22,27 +22,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class BucketTiming:
-    """One bucket on its way through one step; times in seconds on the step's clock.
+    """One bucket on its way through one step; times in seconds on the step's clock."""
 
-    Attributes:
-        index: Position in the order of reduction.
-        names: Names of its parameters.
-        grad_bytes: Size of its gradients.
-        sent_bytes: Bytes that this rank sent for it, by the formulas in ``traffic.py``.
-        ready: When its gradients were complete and its turn had come.
-        launched: When its first collective was on its way; from ``ready`` to here a hook computes what to send.
-        done: When it was reduced; with a hook of several collectives, after the last one.
-        error: Relative error of the reduced gradients to the exact mean; None unless it was asked for.
-    """
-
-    index: int
+    index: int  # in the order of reduction
     names: tuple[str, ...]
     grad_bytes: int
-    sent_bytes: int
-    ready: float
-    launched: float
-    done: float
-    error: float | None = None
+    sent_bytes: int  # by this rank, by the formulas in traffic.py
+    ready: float  # its gradients were complete and its turn had come
+    launched: float  # its first collective was on its way; from `ready` to here a hook computes what to send
+    done: float  # it was reduced; with a hook of several collectives, after the last one
+    error: float | None = None  # of the reduced gradients, relative to the exact mean; None unless asked for
 
     @property
     def in_flight(self) -> Interval:
@@ -52,33 +41,19 @@ class BucketTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One training step: an accumulation window, or a ``training_step`` of manual optimization.
-
-    Attributes:
-        step: Number of the step.
-        begin: Start of its first forward.
-        backward_begin: Start of the first backward that reduces gradients (without one: of the last backward).
-        backward_end: When the last backward had computed its gradients; then come the wait and the optimizer.
-        finished: End of the step, after the optimizer.
-        buckets: Its buckets in order of launch; over all backwards, if there are several.
-        wait: Seconds that the step waited for communication.
-        waits: When it did; by default once, from ``backward_end`` on.
-        other_bytes: Bytes that were sent for other purposes, such as ``("buffers", 8192)``.
-        local_bytes: Size of gradients that were not exchanged, where a model averager lets replicas train on their own.
-        hook_work: When, in those waits, a hook computed between its collectives and after them, so that nobody waited;
-            known on the host's clock only, otherwise empty.
-    """
+    """One training step: an accumulation window, or a ``training_step`` of manual optimization; times in seconds."""
 
     step: int
-    begin: float
-    backward_begin: float
-    backward_end: float
-    finished: float
-    buckets: tuple[BucketTiming, ...]
-    wait: float
-    waits: tuple[Interval, ...] = ()
-    other_bytes: tuple[tuple[str, int], ...] = ()
-    local_bytes: int = 0
+    begin: float  # of its first forward
+    backward_begin: float  # of the first backward that reduces gradients (without one: of the last backward)
+    backward_end: float  # the last backward had computed its gradients; then come the wait and the optimizer
+    finished: float  # after the optimizer
+    buckets: tuple[BucketTiming, ...]  # in order of launch; over all backwards, if there are several
+    wait: float  # seconds that the step waited for communication
+    waits: tuple[Interval, ...] = ()  # when it did; by default once, from `backward_end` on
+    other_bytes: tuple[tuple[str, int], ...] = ()  # sent for other purposes, such as ("buffers", 8192)
+    local_bytes: int = 0  # gradients that were not exchanged, where a model averager lets replicas train on their own
+    # When, in those waits, a hook computed between its collectives and after them; known on the host's clock only.
     hook_work: tuple[Interval, ...] = ()
 
     @property
@@ -102,9 +77,6 @@ class StepTiming:
     def sent_bytes(self) -> int:
         """Bytes that this rank sent, for whatever purpose."""
         return sum(bucket.sent_bytes for bucket in self.buckets) + sum(count for _, count in self.other_bytes)
-
-
-# ---------------------------------------------------------------------- intervals
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -136,9 +108,6 @@ def subtract(first: Iterable[Interval], second: Iterable[Interval]) -> list[Inte
     for begin, end in union(second):
         left = [piece for a, b in left for piece in ((a, min(b, begin)), (max(a, end), b)) if piece[0] < piece[1]]
     return left
-
-
-# ---------------------------------------------------------------------- one step
 
 
 def communication_time(step: StepTiming) -> float:
@@ -175,21 +144,13 @@ def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What a step, or a typical one, spent its time on; in seconds.
+    """What a step, or a typical one, spent its time on; in seconds."""
 
-    Attributes:
-        forward: Time before the first backward, which includes further forwards of an accumulation window.
-        backward: Time in which gradients are computed.
-        hook: Time in which hooks compute and collectives are started during the backward, and hooks compute after it.
-        wait: Time waited for communication, without what a hook computes meanwhile.
-        rest: Time of the optimizer, model averaging, callbacks.
-    """
-
-    forward: float
-    backward: float
-    hook: float
-    wait: float
-    rest: float
+    forward: float  # before the first backward; includes further forwards of an accumulation window
+    backward: float  # gradients are computed
+    hook: float  # hooks compute, during the backward and after it, and collectives are started
+    wait: float  # for communication, without what a hook computes meanwhile
+    rest: float  # optimizer, model averaging, callbacks
 
 
 def phases(step: StepTiming) -> Phases:
@@ -199,12 +160,8 @@ def phases(step: StepTiming) -> Phases:
     forward, hook = step.backward_begin - step.begin, length(launching)
     computing = length(backward) - length([*launching, *intersect(step.wait_intervals, backward)])
     late = length(intersect(step.hook_work, step.wait_intervals))
-    return Phases(
-        forward, computing, hook + late, step.wait - late, step.duration - forward - computing - hook - step.wait
-    )
-
-
-# ---------------------------------------------------------------------- many steps
+    rest = step.duration - forward - computing - hook - step.wait
+    return Phases(forward, computing, hook + late, step.wait - late, rest)
 
 
 def effective_compression(steps: Sequence[StepTiming], world_size: int) -> float | None:
@@ -249,19 +206,12 @@ def typical_phases(steps: Sequence[StepTiming]) -> Phases:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a typical step waits for; in seconds, and the parts add up to ``total``.
-
-    Attributes:
-        total: Median over the typical steps.
-        buckets: Part of each bucket, as in `exposed_by_bucket`.
-        hook: Part in which a hook computes, after the backward.
-        after: Part in which no bucket is in flight: results are copied back, ranks agree on unused parameters.
-    """
+    """What a typical step waits for; in seconds, and the parts add up to ``total``."""
 
     total: float
-    buckets: tuple[float, ...]
-    hook: float
-    after: float
+    buckets: tuple[float, ...]  # as in `exposed_by_bucket`
+    hook: float  # a hook computes, after the backward
+    after: float  # no bucket is in flight: results are copied back, ranks agree on unused parameters
 
 
 def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:

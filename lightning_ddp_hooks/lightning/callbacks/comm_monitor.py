@@ -125,8 +125,9 @@ class CommMonitor(Callback):
             self._error_group = comm.new_group(reducer.parent_group)
             error = CompressionError(self._error_group, self.error_every_n_steps)
         counter = ByteCounter()
-        self._recorder = Recorder(clock_for(device, queues_waits=backend != "gloo"), counter, error)
         said = declared(strategy.run.hook.declared, strategy.settings.averager, None)
+        clock, has_hook = clock_for(device, queues_waits=backend != "gloo"), said["hook"] is not None
+        self._recorder = Recorder(clock, counter, error, has_hook=has_hook)
         texts = {
             "model": type(pl_module).__name__,
             "hook": said["hook"] or "mean all-reduce",
@@ -143,7 +144,7 @@ class CommMonitor(Callback):
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts={name: text for name, text in texts.items() if text is not None},
-            has_hook=said["hook"] is not None,
+            has_hook=has_hook,
             bucket_cap_bytes=facts["bucket_cap_bytes"],
         )
         self._unlogged = []
@@ -174,7 +175,7 @@ class CommMonitor(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recorder is not None:  # in the middle of an accumulation window
-            self._recorder.spoil_step()
+            self._recorder.leave_out_step()
 
     @override
     def on_train_batch_end(
