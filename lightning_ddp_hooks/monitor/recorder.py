@@ -135,11 +135,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        counter: ByteCounter,
-        compression_error: CompressionError | None = None,
-        has_hook: bool = True,
+        self, clock: Clock, counter: ByteCounter, error: CompressionError | None = None, *, has_hook: bool = True
     ) -> None:
         self._clock = clock
         self._counter = counter
