@@ -120,11 +120,10 @@ class CommMonitor(Callback):
         backend = facts["comm_backend"]
         # Asking for the directory is collective.
         self._directory = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "comm_monitor"
-        error = None
+        counter, error = ByteCounter(), None
         if self.compression_error:
             self._error_group = comm.new_group(reducer.parent_group)
             error = CompressionError(self._error_group, self.error_every_n_steps)
-        counter = ByteCounter()
         said = declared(strategy.run.hook.declared, strategy.settings.averager, None)
         clock, has_hook = clock_for(device, queues_waits=backend != "gloo"), said["hook"] is not None
         self._recorder = Recorder(clock, counter, error, has_hook=has_hook)
