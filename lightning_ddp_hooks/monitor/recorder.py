@@ -151,8 +151,6 @@ class Recorder:
         self.parameter_bytes: dict[str, int] = {}  # of each parameter that was in a bucket
         self.outside_bytes: Counter[str] = Counter()  # sent between steps, by purpose
 
-    # ------------------------------------------------------------------ steps
-
     def begin_step(self, number: int) -> None:
         """Begin a step; one that is open is given up."""
         self.outside_bytes.update(self._counter.take())
@@ -207,7 +205,7 @@ class Recorder:
             self._clock.recycle(step.instants(), base=step.begin)
         return steps
 
-    # ------------------------------------------------------------------ calls of the reducer
+    # Calls of the reducer
 
     def backward_opened(self) -> None:
         """Note the backward in which the first gradient came."""

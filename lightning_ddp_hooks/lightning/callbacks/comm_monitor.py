@@ -44,19 +44,19 @@ class CommMonitor(Callback):
     what other ranks would have to say.
 
     Args:
-        dirpath: where to write; by default the folder ``comm_monitor`` in the logger's directory, or without a logger
+        dirpath: Where to write; by default the folder ``comm_monitor`` in the logger's directory, or without a logger
             in the Trainer's ``default_root_dir``.
-        log_every_n_steps: how often to log; None for as often as the Trainer does.
-        prog_bar: show exposed time and overlap in the progress bar.
-        per_bucket: log the figures of each bucket too.
-        compression_error: measure how far the reduced gradients are from the exact mean. That takes a further
+        log_every_n_steps: How often to log; None for as often as the Trainer does.
+        prog_bar: Show exposed time and overlap in the progress bar.
+        per_bucket: Log the figures of each bucket too.
+        compression_error: Measure how far the reduced gradients are from the exact mean. That takes a further
             all-reduce of all gradients, uncompressed, in the steps in which it is done.
-        error_every_n_steps: how often that is.
-        keep_steps: how many steps the report and the trace show.
+        error_every_n_steps: How often that is.
+        keep_steps: How many steps the report and the trace show.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a number below 1; at setup: another strategy, or a second such callback.
+        TypeError: An argument of the wrong type.
+        ValueError: A number below 1; at setup: another strategy, or a second such callback.
 
     Example:
         >>> Trainer(strategy="ddp_hooks", callbacks=[CommMonitor()])
