@@ -28,15 +28,10 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all",
 def sent_by_rank(
     collective: Collective, nbytes: int, world_size: int, *, rank: int = 0, root: int = 0, tree: bool = True
 ) -> int:
-    """Return how many bytes a rank sends to others in a collective.
+    """Return how many bytes a rank sends to others in a collective into which it puts ``nbytes``.
 
-    Args:
-        collective: which collective.
-        nbytes: size of the tensor that the rank puts in.
-        world_size: number of ranks in the group.
-        rank: position of the rank in the group; matters to a broadcast and a gather only.
-        root: where a broadcast begins, or a gather ends.
-        tree: whether a broadcast goes down a binomial tree (gloo), or along a chain (NCCL).
+    ``root`` is where a broadcast begins, or a gather ends. With ``tree``, a broadcast goes down a binomial tree (gloo),
+    else along a chain (NCCL).
     """
     n = world_size
     if n == 1:
@@ -78,13 +73,9 @@ CONTROL = "control"
 
 
 class ByteCounter:
-    """Counts what this rank sends, by purpose.
+    """Counts what this rank sends, by purpose; what is sent now is added to the total `current`.
 
-    Args:
-        gives_way: whether another counter may take the place of this one.
-
-    Attributes:
-        current: what is sent now is added to this total.
+    With ``gives_way``, another counter may take the place of this one.
     """
 
     def __init__(self, *, gives_way: bool = False) -> None:

@@ -62,11 +62,11 @@ class FakeBucket:
 
 
 class FakeTask:
-    """A hook's task, as pipeline.py makes them."""
+    """A launched bucket, as the queue returns it: with one collective in flight, or finished."""
 
-    def __init__(self) -> None:
-        self.finished = False
-        self.collective: object | None = None
+    def __init__(self, *, finished: bool = False) -> None:
+        self.finished = finished
+        self.collective: object | None = None if finished else object()
         self.on_collective: Callable[[object], None] | None = None
         self.on_finished: Callable[[], None] | None = None
 

@@ -3,7 +3,7 @@
 import pytest
 from monitor_fakes import sample_steps
 
-from lightning_ddp_hooks.monitor.metrics import step_metrics
+from lightning_ddp_hooks.monitor.record import step_metrics
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
 
 

@@ -22,9 +22,9 @@ def test_a_step_is_what_was_told_of_it() -> None:
     run.at(1, "begin_step", 7)
     run.at(2, "backward_begins")
     run.at(3, "backward_opened")
-    run.launch(first, 4, 4.5, object(), sent=100)
+    run.launch(first, 4, 4.5, FakeTask(), sent=100)
     run.send(9)  # in between, for nothing in particular
-    run.launch(second, 5, 5.5, object(), sent=200)
+    run.launch(second, 5, 5.5, FakeTask(), sent=200)
     run.clock.tells[0](6.0)
     run.at(7, "wait_begins")
     run.clock.tells[1](8.0)
@@ -57,7 +57,6 @@ def test_a_step_is_what_was_told_of_it() -> None:
 def test_a_staged_bucket_is_done_when_its_last_collective_is(second_tells: bool, done: float) -> None:
     run = Watched()
     bucket, task = FakeBucket(0), FakeTask()
-    task.collective = object()
 
     run.at(0, "begin_step", 0)
     run.at(1, "backward_opened")
@@ -92,7 +91,6 @@ def test_what_hooks_compute_in_a_wait_is_told_from_the_waiting() -> None:
     run.at(0, "begin_step", 0)
     run.at(1, "backward_opened")
     for bucket, task in zip(buckets, tasks, strict=True):
-        task.collective = object()
         run.launch(bucket, 2 + bucket.index(), 2.5 + bucket.index(), task)
     run.clock.tells[0](3.25)
     goes_on(tasks[0], 3.75, "on_collective")  # in the backward, while another bucket is launched: not in a wait
@@ -119,7 +117,7 @@ def test_several_backwards_and_waits_make_one_step() -> None:
     for begin in (1, 11):
         run.at(begin, "backward_begins")
         run.at(begin + 1, "backward_opened")
-        run.launch(bucket, begin + 2, begin + 3, object(), sent=8)
+        run.launch(bucket, begin + 2, begin + 3, FakeTask(), sent=8)
         run.at(begin + 4, "wait_begins")  # agreeing on what is used
         run.at(begin + 5, "wait_ended")
         run.at(begin + 6, "wait_begins")
@@ -181,7 +179,7 @@ def test_what_happens_between_steps_is_no_part_of_them() -> None:
     run = Watched()
     bucket = FakeBucket(0)
     run.at(0, "backward_opened")
-    run.launch(bucket, 1, 2, object(), sent=7)
+    run.launch(bucket, 1, 2, FakeTask(), sent=7)
     run.at(3, "wait_begins")
     run.at(4, "bucket_done", 0, bucket.buffer())
     run.at(4, "wait_ended")
@@ -203,7 +201,7 @@ def test_on_a_device_a_step_comes_out_once_its_last_mark_has_passed() -> None:
         run.at(start + 1, "backward_opened")
         run.at(start + 2, "bucket_full", bucket, 1.0)
         run.at(start + 3, "launch_begins", 0)  # the communication stream turns to it
-        run.at(start + 4, "launch_ended", 0, object())
+        run.at(start + 4, "launch_ended", 0, FakeTask())
         clock.tells[-1](float(start + 6))
         run.at(start + 5, "wait_begins")
         run.at(start + 6, "bucket_done", 0, bucket.buffer())
@@ -220,8 +218,7 @@ def test_on_a_device_a_step_comes_out_once_its_last_mark_has_passed() -> None:
 def test_on_a_device_a_hook_that_has_queued_all_its_phases_is_done_where_they_end() -> None:
     clock = FakeClock(asynchronous=True)
     run = Watched(clock)
-    bucket, task = FakeBucket(0), FakeTask()
-    task.finished = True
+    bucket, task = FakeBucket(0), FakeTask(finished=True)
     run.at(0, "begin_step", 0)
     run.at(1, "backward_opened")
     run.at(2, "bucket_full", bucket, 1.0)
@@ -271,7 +268,7 @@ def _compare(dtype: torch.dtype) -> list[float | None]:
         recorder.backward_opened()
         recorder.bucket_full(bucket, 0.5)
         recorder.launch_begins(0)
-        recorder.launch_ended(0, object())
+        recorder.launch_ended(0, FakeTask(finished=True))
         recorder.wait_begins()
         bucket.buffer().fill_(factor * size * 2.0)  # the mean of 1 and 3 is 2
         recorder.bucket_done(0, bucket.buffer())

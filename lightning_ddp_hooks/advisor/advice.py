@@ -22,25 +22,14 @@ _WORTH_SECONDS = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to communicate, with its prediction.
+    """One way to communicate, with its prediction."""
 
-    Attributes:
-        name: name on the command line.
-        change: how much of the maths it changes.
-        effect: the same in words.
-        yaml: configuration that selects it.
-        bucket_cap_mb: bucket size with which it is fastest; None where there are no buckets, or where the default size
-            makes the same ones.
-        memory: bytes that it keeps.
-        predicted: predicted step.
-    """
-
-    name: str
+    name: str  # on the command line
     change: Change
-    effect: str
-    yaml: str
-    bucket_cap_mb: float | None
-    memory: int
+    effect: str  # of the change, in words
+    yaml: str  # configuration that selects it
+    bucket_cap_mb: float | None  # fastest size; None without buckets, or where the default size makes the same ones
+    memory: int  # bytes that it keeps
     predicted: Prediction
 
 
@@ -59,10 +48,6 @@ def advise(options: Sequence[Option], accept: Change = "rounding") -> Advice:
     The mean in full precision is the starting point. An option that changes more takes its place only if its step is
     shorter by enough: 5% for rounding, 20% for approximation with error feedback, 25% for local training, and in any
     case a millisecond.
-
-    Args:
-        options: options to choose from, at least one of which changes nothing.
-        accept: largest change that may be recommended.
     """
     accepted = CHANGES[1 : CHANGES.index(accept) + 1]
     plain = chosen = milder = _fastest([option for option in options if option.change == "none"])
@@ -110,14 +95,10 @@ def _too_little(plain: Option, accepted: Sequence[Option]) -> str:
     if saved <= 0:
         return "none of the accepted options is faster"
     if saved < _WORTH_SECONDS:
-        return (
-            f"none of the accepted options saves enough of it: {best.name}, the fastest one, saves less than "
-            f"{1e3 * _WORTH_SECONDS:g} ms, which is below what such predictions can tell"
-        )
-    return (
-        f"none of the accepted options saves enough of it: {best.name}, the fastest one, saves {ms_text(saved)} ms, "
-        f"less than {_WORTH[best.change]:.0%} of the step"
-    )
+        amount = f"less than {1e3 * _WORTH_SECONDS:g} ms, which is below what such predictions can tell"
+    else:
+        amount = f"{ms_text(saved)} ms, less than {_WORTH[best.change]:.0%} of the step"
+    return f"none of the accepted options saves enough of it: {best.name}, the fastest one, saves {amount}"
 
 
 def ms_text(seconds: float) -> str:
@@ -155,7 +136,7 @@ def table(options: Sequence[Option]) -> str:
         for option in sorted(options, key=lambda option: option.predicted.step)
     ]
     laid_out: list[tuple[str, ...]] = [header, *rows]
-    if all(option.bucket_cap_mb is None for option in options):
+    if not any(row[7] for row in rows):
         laid_out = [(*row[:7], row[8]) for row in laid_out]
     return align(laid_out, right=range(1, len(laid_out[0]) - 1))
 
@@ -165,9 +146,7 @@ def align(rows: Sequence[Sequence[str]], right: Sequence[int] | range = ()) -> s
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
+        cells = zip(row, widths, strict=True)
+        return "  ".join(cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(cells)).rstrip()
 
     return "\n".join([line(rows[0]), "  ".join("-" * width for width in widths), *map(line, rows[1:])])

@@ -47,19 +47,12 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class ComputeStep:
-    """A training step without communication; in seconds.
+    """A training step without communication; in seconds."""
 
-    Attributes:
-        before: time before the backward that reduces gradients (data, forward, earlier micro-batches).
-        ready: for each bucket, when its gradients are complete; from the start of that backward, ascending.
-        backward: length of that backward.
-        after: optimizer and all else.
-    """
-
-    before: float
-    ready: tuple[float, ...]
+    before: float  # until the backward that reduces gradients: data, forward, earlier micro-batches
+    ready: tuple[float, ...]  # each bucket's gradients are complete; from the start of that backward, ascending
     backward: float
-    after: float
+    after: float  # optimizer and all else
 
     @property
     def seconds(self) -> float:
@@ -69,34 +62,21 @@ class ComputeStep:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step; in seconds.
-
-    Attributes:
-        step: duration of the step.
-        exposed: time that it waits for communication.
-        hook: time that the hook computes at the expense of the step.
-        communication: time in which the link is in use.
-        sent: bytes that a rank sends, on average over steps.
-    """
+    """A predicted step; in seconds."""
 
     step: float
-    exposed: float
-    hook: float
-    communication: float
-    sent: float
+    exposed: float  # waiting for communication
+    hook: float  # computing of the hook at the expense of the step
+    communication: float  # the link is in use
+    sent: float  # bytes of a rank, on average over steps
 
 
 def predict(
     step: ComputeStep, buckets: Sequence[BucketCost], network: Network, world_size: int, *, on_stream: bool = False
 ) -> Prediction:
-    """Predict a step in which gradients are reduced.
+    """Predict a step in which gradients are reduced, bucket by bucket in this order.
 
-    Args:
-        step: the step without communication.
-        buckets: what is done for each bucket, in order of reduction.
-        network: links between the ranks.
-        world_size: number of ranks.
-        on_stream: hooks and collectives run on a stream of their own, not on the thread of the backward.
+    With ``on_stream``, hooks and collectives run on a stream of their own, not on the thread of the backward.
     """
     run = _Stream(network, world_size) if on_stream else _Thread(network, world_size)
     for ready, cost in zip(step.ready, buckets, strict=True):
@@ -120,7 +100,10 @@ class _InFlight:
     cost: BucketCost
     phase: int = -1
     done: float = 0.0
-    finished: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.phase == len(self.cost.phases)
 
 
 @dataclass
@@ -138,35 +121,29 @@ class _Thread:
     buckets: list[_InFlight] = field(default_factory=list)
 
     def launch(self, ready: float, cost: BucketCost) -> None:
-        self.now = max(self.now, ready + self.delay)
-        before = self.now
+        before = self.now = max(self.now, ready + self.delay)
         self.buckets.append(_InFlight(cost))
         self.advance()
         self.delay += self.now - before
 
     def advance(self) -> None:
         """Start every phase that can start by now; a bucket does not overtake the one before it."""
-        previous: _InFlight | None = None
+        reached: float = float("inf")  # phase of the bucket before
         for bucket in self.buckets:
-            while not bucket.finished and bucket.done <= self.now and not _must_wait(bucket, previous):
+            while not bucket.finished and bucket.done <= self.now and bucket.phase < reached:
                 self.start_next_phase(bucket)
-            previous = bucket
+            reached = float("inf") if bucket.finished else bucket.phase
 
     def start_next_phase(self, bucket: _InFlight) -> None:
         bucket.phase += 1
-        if bucket.phase == len(bucket.cost.phases):
-            self.compute(bucket.cost.finish)
-            bucket.finished = True
-            return
-        phase = bucket.cost.phases[bucket.phase]
-        self.compute(phase.compute)
-        seconds = self.network.seconds(phase.collective, phase.nbytes, self.world_size)
-        self.communication += seconds
-        bucket.done = self.link_free = max(self.now, self.link_free) + seconds
-
-    def compute(self, seconds: float) -> None:
+        phase = None if bucket.finished else bucket.cost.phases[bucket.phase]
+        seconds = bucket.cost.finish if phase is None else phase.compute
         self.now += seconds
         self.hook += seconds
+        if phase is not None:
+            seconds = self.network.seconds(phase.collective, phase.nbytes, self.world_size)
+            self.communication += seconds
+            bucket.done = self.link_free = max(self.now, self.link_free) + seconds
 
     def finish(self, backward: float) -> float:
         """Return when all buckets are done, for a backward of that length."""
@@ -179,10 +156,6 @@ class _Thread:
                     self.now = max(self.now, bucket.done)
                     self.start_next_phase(bucket)
         return self.now
-
-
-def _must_wait(bucket: _InFlight, previous: _InFlight | None) -> bool:
-    return previous is not None and not previous.finished and previous.phase <= bucket.phase
 
 
 @dataclass

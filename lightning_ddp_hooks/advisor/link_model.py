@@ -36,40 +36,24 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a rank, or a host, has towards the others.
+    """What a rank, or a host, has towards the others."""
 
-    Attributes:
-        latency: seconds until an empty message has arrived, including the time that software takes.
-        bandwidth: bytes per second in each direction.
-    """
-
-    latency: float
-    bandwidth: float
+    latency: float  # seconds until an empty message has arrived, including the time that software takes
+    bandwidth: float  # bytes per second in each direction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Links between hosts, and within them.
+    """Links between hosts, and within them."""
 
-    Attributes:
-        link: link of each host towards the others; its ranks share it.
-        ranks_per_host: number of ranks that share a host. A site of many machines is a host too, in this sense.
-        inner: link between the ranks of one host; needed if there are several.
-        algorithm: algorithm of all-reduces. ``"hierarchical"`` makes use of ``inner``; the others are as fast as the
-            slowest link that they cross.
-    """
-
-    link: Link
-    ranks_per_host: int = 1
-    inner: Link | None = None
+    link: Link  # of each host towards the others; its ranks share it
+    ranks_per_host: int = 1  # a site of many machines is a host too, in this sense
+    inner: Link | None = None  # between the ranks of one host; needed if there are several
+    # "hierarchical" makes use of `inner`; the others are as fast as the slowest link that they cross.
     algorithm: Algorithm = "ring"
 
     def seconds(self, collective: Collective, nbytes: float, world_size: int) -> float:
-        """Return how long a collective takes on links that nothing else uses, if each rank puts in ``nbytes``.
-
-        Raises:
-            ValueError: the hosts are not full.
-        """
+        """Return how long a collective takes on links that nothing else uses, if each rank puts in ``nbytes``."""
         n, k = world_size, min(self.ranks_per_host, world_size)
         if n == 1:
             return 0.0
@@ -86,9 +70,8 @@ class Network:
             crossing = k * nbytes * (n - k) / n / self.link.bandwidth
             inside = nbytes * (k - 1) / n / inner.bandwidth
             return max(self.link.latency + crossing, inner.latency + inside)
-        slowest = Link(
-            latency=max(self.link.latency, inner.latency), bandwidth=min(self.link.bandwidth, inner.bandwidth)
-        )
+        latency, bandwidth = max(self.link.latency, inner.latency), min(self.link.bandwidth, inner.bandwidth)
+        slowest = Link(latency=latency, bandwidth=bandwidth)
         return _seconds(collective, nbytes, n, slowest, self.algorithm)
 
 
@@ -109,16 +92,7 @@ def _seconds(collective: Collective, nbytes: float, n: int, link: Link, algorith
 
 
 def link_of_ring(small: tuple[int, float], large: tuple[int, float], world_size: int) -> Link:
-    """Return the link over which ring all-reduces of two sizes take the measured time.
-
-    Args:
-        small: bytes and seconds of an all-reduce that is mostly latency.
-        large: bytes and seconds of one that is mostly transfer.
-        world_size: number of ranks that took part, 2 or more.
-
-    Raises:
-        ValueError: one rank, or a larger size that is not larger.
-    """
+    """Return the link over which ring all-reduces take the measured time, given as bytes and seconds of two sizes."""
     (small_bytes, small_seconds), (large_bytes, large_seconds) = small, large
     if world_size < 2 or large_bytes <= small_bytes:
         raise ValueError(
@@ -130,18 +104,12 @@ def link_of_ring(small: tuple[int, float], large: tuple[int, float], world_size:
     return Link(latency=latency, bandwidth=hops / world_size / per_byte)
 
 
-# ---------------------------------------------------------------------- as people write them
-
 _PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return bytes per second for ``"1gbit"``, ``"100Mbit/s"``, ``"10Gbps"`` (bits) or ``"12.5GB/s"`` (bytes).
-
-    Raises:
-        ValueError: something else.
-    """
+    """Return bytes per second for ``"1gbit"``, ``"100Mbit/s"``, ``"10Gbps"`` (bits) or ``"12.5GB/s"`` (bytes)."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([kKmMgG])([bB]it|b|B)(/s|ps)?", text.strip())
     if match is None or not float(match[1]):
         raise ValueError(f"Expected a bandwidth such as 1gbit, 100mbit or 12.5GB/s, got {text!r}.")
@@ -149,11 +117,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Return seconds for ``"50us"``, ``"0.1ms"`` or ``"1s"``.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Return seconds for ``"50us"``, ``"0.1ms"`` or ``"1s"``."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(us|ms|s)", text.strip().lower())
     if match is None:
         raise ValueError(f"Expected a latency such as 50us or 0.1ms, got {text!r}.")

@@ -11,29 +11,17 @@ from lightning_ddp_hooks.advisor.cost_model import ComputeStep
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardProfile:
-    """A typical training step of a module on one rank, without communication.
+    """A typical training step of a module on one rank, without communication; times in seconds."""
 
-    Attributes:
-        names: names of the trainable parameters.
-        shapes: their shapes.
-        dtypes: their dtypes, as ``"float32"``.
-        nbytes: size of each gradient.
-        ready: when each gradient is complete, in seconds from the start of the backward that reduces gradients.
-        before: seconds from the start of the step to that backward.
-        backward: seconds that it takes.
-        after: seconds from its end to that of the step.
-        steps: how many steps were measured.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the trainable parameters
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # as "float32"
     nbytes: tuple[int, ...]
-    ready: tuple[float, ...]
-    before: float
+    ready: tuple[float, ...]  # each gradient is complete; from the start of the backward that reduces gradients
+    before: float  # from the start of the step to that backward
     backward: float
-    after: float
-    steps: int
+    after: float  # from its end to that of the step
+    steps: int  # number of measured steps
 
     @property
     def seconds(self) -> float:
@@ -52,11 +40,11 @@ class BackwardProfile:
 
     def compute_step(self, buckets: Sequence[Sequence[int]]) -> ComputeStep:
         """Return when buckets, given by the positions of their parameters, are ready; each after those before it."""
-        ready: list[float] = []
+        ready = [0.0]
         for bucket in buckets:
             complete = min(max(self.ready[index] for index in bucket), self.backward)
-            ready.append(max(complete, ready[-1] if ready else 0.0))
-        return ComputeStep(self.before, tuple(ready), self.backward, self.after)
+            ready.append(max(complete, ready[-1]))
+        return ComputeStep(self.before, tuple(ready[1:]), self.backward, self.after)
 
 
 @dataclass(frozen=True)
@@ -83,23 +71,17 @@ def profile_of(
         known = [time for time in times if time is not None]
         ready.append(min(median(known), backward) if known else backward)
     return BackwardProfile(
-        names=tuple(names),
-        shapes=tuple(shapes),
-        dtypes=tuple(dtypes),
-        nbytes=tuple(nbytes),
-        ready=tuple(ready),
-        before=median(sample.before for sample in samples),
-        backward=backward,
-        after=median(sample.after for sample in samples),
-        steps=len(samples),
-    )
+        names=tuple(names), shapes=tuple(shapes), dtypes=tuple(dtypes), nbytes=tuple(nbytes), ready=tuple(ready),
+        before=median(sample.before for sample in samples), backward=backward,
+        after=median(sample.after for sample in samples), steps=len(samples),
+    )  # fmt: skip
 
 
 def slowest(profiles: Sequence[BackwardProfile]) -> BackwardProfile:
     """Join the profiles of several ranks: a collective starts when the last rank is ready.
 
     Raises:
-        ValueError: the ranks do not train the same parameters.
+        ValueError: The ranks do not train the same parameters.
     """
     first = profiles[0]
     if any(profile.names != first.names for profile in profiles):

@@ -161,15 +161,11 @@ def _text(
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------- the `bench` command that measures the same
-
-
 def _bench_words(args: argparse.Namespace, bucket_cap_mb: float | None) -> list[str]:
     """Return what is typed after ``python -m lightning_ddp_hooks``; None for the default bucket size."""
     words = ["bench"]
     for option in ("model", "data", "config", "batch"):
-        value = getattr(args, option)
-        if value is not None:
+        if (value := getattr(args, option)) is not None:
             words += [f"--{option}", str(value)]
     if tuple(args.hooks) != DEFAULT:
         words += ["--hooks", *args.hooks]
@@ -192,9 +188,8 @@ def _bench_text(args: argparse.Namespace, bucket_cap_mb: float | None, world_siz
         command = shlex.join(["python", "-m", "lightning_ddp_hooks", *words, "--processes", str(processes)])
         lines += ["What the hooks themselves cost, without your network, is measured on this machine by:", "",
                   f"  {command}", ""]  # fmt: skip
-    hosts = world_size // args.ranks_per_host
-    start = f"torchrun --nnodes {hosts} --nproc-per-node {args.ranks_per_host} ... -m lightning_ddp_hooks"
-    if common.launched():
-        start = "torchrun ... -m lightning_ddp_hooks"
+    per_host = args.ranks_per_host
+    where = "" if common.launched() else f"--nnodes {world_size // per_host} --nproc-per-node {per_host} "
+    start = f"torchrun {where}... -m lightning_ddp_hooks"
     lines += ["Steps over the network are measured on its hosts by:", "", f"  {start} {shlex.join(words)}"]
     return "\n".join(lines)

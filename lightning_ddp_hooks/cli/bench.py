@@ -20,7 +20,7 @@ from lightning_ddp_hooks.advisor.advice import align, ms_text
 from lightning_ddp_hooks.cli import common
 from lightning_ddp_hooks.cli import target as target_options
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
-from lightning_ddp_hooks.cli.compute import QUIET, StepCallback, fit_arguments
+from lightning_ddp_hooks.cli.compute import StepCallback, train
 from lightning_ddp_hooks.cli.target import Target
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
@@ -118,16 +118,10 @@ def _time_steps(
     )
     steps = -(-args.steps // candidate.period) * candidate.period  # whole periods
     timer = _StepTimer(steps, group)
-    trainer = Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        strategy=strategy,
-        callbacks=[timer],
-        **QUIET,
-        **target.trainer,
-    )
-    trainer.fit(module, **fit_arguments(data))
+    train(
+        target, module, data, timer, device, strategy=strategy,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+    )  # fmt: skip
     if timer.seconds is None:
         raise ValueError(f"The data ends before step {_WARM_STEPS + steps}: ask for fewer --steps.")
     return timer.seconds

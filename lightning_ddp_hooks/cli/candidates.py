@@ -17,23 +17,14 @@ _AVERAGING = "lightning_ddp_hooks.averaging"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to communicate.
+    """One way to communicate."""
 
-    Attributes:
-        change: how much of the maths it changes.
-        effect: the same in words.
-        hook: makes the hook as it is after its warm-up.
-        averager: makes the averager as it is after its warm-up.
-        setting: argument of the strategy as YAML; how long a warm-up should be is the user's choice.
-        copies: number of copies of the parameters that an averager keeps.
-    """
-
-    change: Change
-    effect: str
-    hook: Callable[[], CommHook] | None = None
-    averager: Callable[[], ModelAverager] | None = None
-    setting: str = ""
-    copies: int = 0
+    change: Change  # of the maths
+    effect: str  # of the change, in words
+    hook: Callable[[], CommHook] | None = None  # makes the hook as it is after its warm-up
+    averager: Callable[[], ModelAverager] | None = None  # likewise
+    setting: str = ""  # argument of the strategy as YAML; how long a warm-up should be is the user's choice
+    copies: int = 0  # of the parameters, kept by an averager
 
     @property
     def period(self) -> int:

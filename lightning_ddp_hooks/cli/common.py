@@ -23,10 +23,10 @@ def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, description: str
 ) -> argparse.ArgumentParser:
     """Add a command; ``text`` is its line in the list of commands."""
+    raw = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+        name, help=text, description=description, formatter_class=raw, allow_abbrev=False
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -37,8 +37,7 @@ def add_measuring_arguments(group: Any) -> None:
                        help=f"of {', '.join(CANDIDATES)} (default: {' '.join(DEFAULT)})")  # fmt: skip
     group.add_argument("--steps", type=positive_int, default=STEPS, metavar="N",
                        help=f"steps to measure (default: {STEPS})")  # fmt: skip
-    group.add_argument("--device", choices=["cpu", "cuda"],
-                       help="where to train (default: cuda if there is one)")  # fmt: skip
+    group.add_argument("--device", choices=["cpu", "cuda"], help="where to train (default: cuda if there is one)")
     group.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 
 
@@ -65,13 +64,8 @@ def positive_float(text: str) -> float:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """Return this process's device.
-
-    Raises:
-        ValueError: a GPU was asked for, and there is none.
-    """
-    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
+    """Return this process's device; raises ValueError where a GPU was asked for, and there is none."""
+    if (args.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here.")
@@ -91,11 +85,7 @@ def launched() -> bool:
 
 @contextmanager
 def world(device: torch.device, processes: int | None = None) -> Iterator[comm.ProcessGroup]:
-    """Join the ranks that torchrun has started.
-
-    Raises:
-        ValueError: the number of processes to start was given too.
-    """
+    """Join the ranks that torchrun has started, if no number of processes to start was given too."""
     if processes is not None:
         raise ValueError(
             "--processes starts ranks on this machine, but torchrun has started them already: leave it out."
@@ -113,14 +103,10 @@ def world(device: torch.device, processes: int | None = None) -> Iterator[comm.P
 
 
 def start_processes(count: int) -> int:
-    """Run this same command line on several processes of this machine; returns the exit status.
-
-    They take the place of this process, so that they end when it is ended.
-    """
+    """Run this same command line on processes of this machine, which take the place of this one and end with it."""
     if count < 2:
         raise ValueError(f"Expected --processes of 2 or more, got {count}: one rank has nothing to communicate.")
-    environment = {**os.environ}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
     words = sys.argv[1:]
     if "--processes" in words:
         at = words.index("--processes")

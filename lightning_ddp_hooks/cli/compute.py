@@ -15,8 +15,9 @@ from lightning_ddp_hooks.cli.target import Target
 from lightning_ddp_hooks.monitor.clock import Instant, clock_for
 
 _WARM_STEPS = 3
+_Ready = dict[int, Instant]  # when the gradient of each parameter was complete
 
-QUIET: dict[str, Any] = {
+_QUIET: dict[str, Any] = {
     "max_steps": 100_000,  # schedulers ask how long a run is, and not all take infinity
     "max_epochs": -1,
     "limit_val_batches": 0,
@@ -26,7 +27,6 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-"""Trainer arguments for a run that trains and does nothing else, until a callback ends it."""
 
 
 class StepCallback(Callback):
@@ -53,19 +53,16 @@ class StepCallback(Callback):
 
 
 class BackwardTimer(StepCallback):
-    """Notes, in each training step, when the backward begins, when each gradient comes, and when it ends.
+    """Notes, in some training steps after the first three, when the backward begins and ends, and each gradient comes.
 
     With accumulation a step has several batches, and the last one's backward is the one that would reduce gradients.
-    In manual optimization a step is a batch, and its backwards count as one.
-
-    Args:
-        steps: how many to measure, after three to warm up; training stops after them.
+    In manual optimization a step is a batch, and its backwards count as one. Training stops after the last step.
     """
 
     def __init__(self, steps: int) -> None:
         super().__init__()
         self._last_step = _WARM_STEPS + steps
-        self._measured: list[tuple[Instant, Instant, Instant, Instant, dict[int, Instant]]] = []
+        self._measured: list[tuple[Instant, Instant, Instant, Instant, _Ready]] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,7 +72,7 @@ class BackwardTimer(StepCallback):
         if not self._named:
             raise ValueError("The module has no trainable parameter: there is nothing to communicate.")
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._noting(index))
+            param.register_post_accumulate_grad_hook(lambda _, index=index: self._note_ready(index))
             for index, (_, param) in enumerate(self._named)
         ]
         self._open(self._clock.stamp())
@@ -83,13 +80,10 @@ class BackwardTimer(StepCallback):
     def _open(self, begin: Instant) -> None:
         self._begin = self._backward_end = begin
         self._backward_begin: Instant | None = None
-        self._ready: dict[int, Instant] = {}
+        self._ready: _Ready = {}
 
-    def _noting(self, index: int) -> Any:
-        def note(_: Tensor) -> None:
-            self._ready[index] = self._clock.stamp()
-
-        return note
+    def _note_ready(self, index: int) -> None:
+        self._ready[index] = self._clock.stamp()
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -116,11 +110,7 @@ class BackwardTimer(StepCallback):
             handle.remove()
 
     def profile(self) -> BackwardProfile:
-        """Return the typical step.
-
-        Raises:
-            ValueError: no step was measured.
-        """
+        """Return the typical step."""
         self._clock.synchronize()
         if not self._measured:
             raise ValueError(
@@ -136,30 +126,17 @@ class BackwardTimer(StepCallback):
             [self._sample(*marks) for marks in self._measured],
         )
 
-    def _sample(
-        self, begin: Instant, first: Instant, last: Instant, end: Instant, ready: dict[int, Instant]
-    ) -> StepSample:
+    def _sample(self, begin: Instant, first: Instant, last: Instant, end: Instant, ready: _Ready) -> StepSample:
         def between(start: Instant, stop: Instant) -> float:
             return max(0.0, self._clock.seconds(stop) - self._clock.seconds(start))
 
         backward = between(first, last)
-        times = tuple(
-            min(between(first, ready[index]), backward) if index in ready else None for index in range(len(self._named))
-        )
-        return StepSample(times, between(begin, first), backward, between(last, end))
+        times = (min(between(first, ready[i]), backward) if i in ready else None for i in range(len(self._named)))
+        return StepSample(tuple(times), between(begin, first), backward, between(last, end))
 
 
 def measure_compute(target: Target, steps: int, device: torch.device) -> BackwardProfile:
-    """Train for a few steps on this process alone, also under torchrun.
-
-    Args:
-        target: what to train.
-        steps: how many to measure, after three to warm up.
-        device: device to train on.
-
-    Raises:
-        ValueError: nothing could be measured.
-    """
+    """Train for a few steps on this process alone, also under torchrun; raises ValueError where nothing is measured."""
     module, data = target.make()
     if data is None and type(module).train_dataloader is LightningModule.train_dataloader:
         raise ValueError(
@@ -167,20 +144,20 @@ def measure_compute(target: Target, steps: int, device: torch.device) -> Backwar
             "give a function that makes a batch by --batch."
         )
     timer = BackwardTimer(steps)
-    trainer = Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1 if device.type != "cuda" else [device.index or 0],
-        strategy=SingleDeviceStrategy(device=device),
-        callbacks=[timer],
-        **QUIET,
-        **target.trainer,
-    )
-    trainer.fit(module, **fit_arguments(data))
+    devices = 1 if device.type != "cuda" else [device.index or 0]
+    train(target, module, data, timer, device, devices=devices, strategy=SingleDeviceStrategy(device=device))
     return timer.profile()
 
 
-def fit_arguments(data: Any) -> dict[str, Any]:
-    """Return the arguments by which `Trainer.fit` is given the data."""
+def train(
+    target: Target, module: LightningModule, data: Any, callback: Callback, device: torch.device, **settings: Any
+) -> None:
+    """Train, and do nothing else, until the callback ends it."""
+    accelerator = "gpu" if device.type == "cuda" else "cpu"
+    trainer = Trainer(accelerator=accelerator, callbacks=[callback], **settings, **_QUIET, **target.trainer)
     if data is None:
-        return {}
-    return {"train_dataloaders": data} if isinstance(data, torch.utils.data.DataLoader) else {"datamodule": data}
+        trainer.fit(module)
+    elif isinstance(data, torch.utils.data.DataLoader):
+        trainer.fit(module, data)
+    else:
+        trainer.fit(module, datamodule=data)

@@ -71,9 +71,6 @@ def _show(findings: list[Finding]) -> None:
         print(f"{verdict:4}  {subject:{width}}  {text}", flush=True)
 
 
-# ---------------------------------------------------------------------- this process
-
-
 def versions() -> dict[str, str]:
     """Return the versions of what matters."""
     found = {"python": platform.python_version()}
@@ -115,16 +112,14 @@ def _gpu_finding(*, nccl: bool) -> Finding:
 
 def _native_finding() -> Finding:
     if not build.is_built():
-        text = f"not built; the Python one takes longer. To build it: {BUILD_COMMAND}"
-        return Finding("warn", "native reducer", text)
+        return Finding(
+            "warn", "native reducer", f"not built; the Python one takes longer. To build it: {BUILD_COMMAND}"
+        )
     try:
         build.load()
     except ImportError as error:
         return Finding("FAIL", "native reducer", f"built, but cannot be loaded: {error}")
     return Finding("ok", "native reducer", str(build.library_path()))
-
-
-# ---------------------------------------------------------------------- the ranks
 
 
 def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Finding]:

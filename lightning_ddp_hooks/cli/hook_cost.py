@@ -34,17 +34,11 @@ _AFTER_EVERY_WARM_UP = 1_000_000
 
 
 class HookCost(NamedTuple):
-    """What a hook does with buckets of a certain size.
+    """What a hook does with buckets of a certain size."""
 
-    Attributes:
-        buckets: positions of the parameters in each bucket.
-        costs: what is done for each bucket.
-        memory: bytes that the hook keeps.
-    """
-
-    buckets: list[list[int]]
+    buckets: list[list[int]]  # positions of the parameters
     costs: list[BucketCost]
-    memory: int
+    memory: int  # bytes that the hook keeps
 
 
 class _CollectiveLog(ByteCounter):
@@ -67,18 +61,9 @@ def measure_hooks(
     device: torch.device,
     first_bucket_mb: float = 1.0,
 ) -> dict[str, dict[float, HookCost]]:
-    """Measure hooks in a simulated world; there must be no process group.
+    """Measure hooks, by name and by bucket size in MiB, in a simulated world of 2 or more ranks.
 
-    Args:
-        profile: profile of the module whose gradients are reduced.
-        hooks: names of candidates that are no averagers.
-        caps: bucket sizes in MiB.
-        world_size: number of simulated ranks, 2 or more.
-        device: device of the gradients.
-        first_bucket_mb: size of the first bucket.
-
-    Returns:
-        The costs of each hook, by bucket size.
+    There must be no process group, and no averager among the candidates that are named.
     """
     params = [
         torch.randn(shape, device=device).to(getattr(torch, dtype))
@@ -106,21 +91,23 @@ def _measure(
     held_before = _held_bytes()
     world = comm.resolve_group(None)
     queue = CollectiveQueue(world, at_once=True)
-    context = BindContext(
-        control_group=world,
-        names=profile.names,
-        params=params,
-        step=lambda: _AFTER_EVERY_WARM_UP,
-        subgroup=queue.subgroup,
-    )
+    names, now = profile.names, _AFTER_EVERY_WARM_UP
+    context = BindContext(control_group=world, names=names, params=params, step=lambda: now, subgroup=queue.subgroup)
     bound = make().bind(context)
-    groups = [bound.group_of(name, param) for name, param in zip(profile.names, params, strict=True)]
+    groups = [bound.group_of(name, param) for name, param in zip(names, params, strict=True)]
     layouts = rebuilt_layout(params, profile.order, limits, groups)
     storages = [Bucket(layout, params) for layout in layouts]
-    costs = _time_rounds(bound, queue, storages, profile.names)
+    costs = _time_rounds(bound, queue, storages, names)
     in_buckets = sum(storage.comm_buffer.untyped_storage().nbytes() for storage in storages)
     memory = max(0, _held_bytes() - held_before - in_buckets)
     return HookCost([list(layout.indices) for layout in layouts], costs, memory)
+
+
+class _Stretch(NamedTuple):
+    """What a hook computes up to its next collectives, which are issued together, or up to its end."""
+
+    seconds: float
+    issued: list[tuple[Collective, int]]
 
 
 def _time_rounds(
@@ -128,69 +115,59 @@ def _time_rounds(
 ) -> list[BucketCost]:
     """Run the hook on all buckets, several times; the costs are medians."""
     gradients = [torch.randn_like(storage.buffer) for storage in storages]
-    rounds: list[list[_Timing]] = []
+    divisor = 1.0 if bound.takes_divided else float(comm.world_size())
+    rounds: list[list[list[_Stretch]]] = []
     started = time.perf_counter()
-    while len(rounds) < _WARM_ROUNDS + _MAX_ROUNDS:
-        timings = []
+    while len(rounds) <= _WARM_ROUNDS or (
+        len(rounds) < _WARM_ROUNDS + _MAX_ROUNDS and time.perf_counter() - started <= _SECONDS_PER_HOOK
+    ):
+        rounds.append([])
         for index, (storage, gradient) in enumerate(zip(storages, gradients, strict=True)):
             storage.buffer.copy_(gradient)
             names_here = tuple(names[i] for i in storage.layout.indices)
-            divisor = 1.0 if bound.takes_divided else float(comm.world_size())
             bucket = GradBucket(storage, index, index == len(storages) - 1, names_here, divisor)
-            timings.append(_time_bucket(bound, queue, bucket, storage))
-        rounds.append(timings)
-        if len(rounds) > _WARM_ROUNDS and time.perf_counter() - started > _SECONDS_PER_HOOK:
-            break
+            rounds[-1].append(_time_bucket(bound, queue, bucket, storage.buffer))
     return [_cost_of(timings) for timings in zip(*rounds[_WARM_ROUNDS:], strict=True)]
 
 
-class _Timing(NamedTuple):
-    """Seconds of each stretch between collectives, and the collectives at the end of each stretch but the last."""
-
-    seconds: list[float]
-    issued: list[list[tuple[Collective, int]]]
-
-
-def _cost_of(timings: Sequence[_Timing]) -> BucketCost:
-    *before, finish = [median(stretch) for stretch in zip(*(timing.seconds for timing in timings), strict=True)]
+def _cost_of(timings: Sequence[list[_Stretch]]) -> BucketCost:
+    *before, finish = [median(part.seconds for part in stretch) for stretch in zip(*timings, strict=True)]
     # Several collectives that are issued together: the computing comes before the first one.
     phases = [
-        Phase(compute if position == 0 else 0.0, collective, nbytes)
-        for compute, together in zip(before, timings[-1].issued, strict=True)
-        for position, (collective, nbytes) in enumerate(together)
+        Phase(seconds if position == 0 else 0.0, collective, nbytes)
+        for seconds, stretch in zip(before, timings[-1], strict=False)
+        for position, (collective, nbytes) in enumerate(stretch.issued)
     ]
     return BucketCost(tuple(phases), finish)
 
 
 @torch.no_grad()
-def _time_bucket(bound: BoundHook, queue: CollectiveQueue, bucket: GradBucket, storage: Bucket) -> _Timing:
+def _time_bucket(bound: BoundHook, queue: CollectiveQueue, bucket: GradBucket, buffer: Tensor) -> list[_Stretch]:
+    stretches: list[_Stretch] = []
+    result, returned = None, None
     log = _CollectiveLog()
-    timing = _Timing([], [])
-    device = storage.buffer.device
     comm.count_bytes(log)
     try:
-        synchronize(device)
+        synchronize(buffer.device)
         begin = time.perf_counter()
-        phases, result = bound.reduce(bucket), None
+        phases = bound.reduce(bucket)
         while True:
             try:
                 request = phases.send(result)
             except StopIteration as end:
-                if isinstance(end.value, Tensor) and end.value.data_ptr() != storage.buffer.data_ptr():
-                    storage.buffer.copy_(end.value.reshape(-1))  # as the reducer does
-                break
-            synchronize(device)
-            timing.seconds.append(time.perf_counter() - begin)
-            issued = queue.issue(request, stage=0)
-            result = issued.result()
-            timing.issued.append(log.noted)
-            log.noted = []
+                request, returned = None, end.value
+            if isinstance(returned, Tensor) and returned.data_ptr() != buffer.data_ptr():
+                buffer.copy_(returned.reshape(-1))  # as the reducer does
+            synchronize(buffer.device)
+            log.noted, seconds = [], time.perf_counter() - begin
+            if request is not None:
+                result = queue.issue(request, stage=0).result()
+            stretches.append(_Stretch(seconds, log.noted))
+            if request is None:
+                return stretches
             begin = time.perf_counter()
-        synchronize(device)
-        timing.seconds.append(time.perf_counter() - begin)
     finally:
         comm.count_bytes(None)
-    return timing
 
 
 def _held_bytes() -> int:

@@ -10,14 +10,8 @@ from statistics import median
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.advisor.link_model import (
-    ALGORITHMS,
-    Link,
-    Network,
-    link_of_ring,
-    parse_bandwidth,
-    parse_latency,
-)
+from lightning_ddp_hooks.advisor import link_model
+from lightning_ddp_hooks.advisor.link_model import Link, Network, parse_bandwidth, parse_latency
 from lightning_ddp_hooks.cli.common import positive_int, synchronize
 
 _SMALL, _LARGE = 1 << 10, 8 << 20
@@ -39,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="between the ranks of a host (default: 20GB/s)")  # fmt: skip
     group.add_argument("--inner-latency", type=_argument(parse_latency), metavar="TIME",
                        help="between the ranks of a host (default: 10us)")  # fmt: skip
-    group.add_argument("--algorithm", choices=ALGORITHMS, default="ring",
+    group.add_argument("--algorithm", choices=link_model.ALGORITHMS, default="ring",
                        help="of all-reduces: gloo's is a ring, NCCL chooses (default: ring)")  # fmt: skip
 
 
@@ -56,11 +50,7 @@ def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def network_of(args: argparse.Namespace, world_size: int, measured: Link | None) -> Network:
-    """Return the network that the options describe.
-
-    Raises:
-        ValueError: options that contradict each other, or too few of them.
-    """
+    """Return the network that the options describe; raises ValueError for too few or contradictory ones."""
     if measured is None and args.bandwidth is None:
         raise ValueError("Describe the network by --bandwidth (and --latency), or start the ranks with torchrun and "
                          "give --measure-link.")  # fmt: skip
@@ -91,7 +81,7 @@ def measure_link(group: comm.ProcessGroup, device: torch.device) -> Link:
     finally:
         comm.destroy_group(control)
     small, large = (max(column) for column in zip(*everyone, strict=True))
-    return link_of_ring((_SMALL, small), (_LARGE, large), comm.world_size(group))
+    return link_model.link_of_ring((_SMALL, small), (_LARGE, large), comm.world_size(group))
 
 
 def _seconds(group: comm.ProcessGroup, nbytes: int, device: torch.device) -> float:

@@ -18,16 +18,10 @@ _TAKEN_OVER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gra
 
 @dataclass(frozen=True)
 class Target:
-    """How to make the module and its data, afresh each time.
+    """How to make the module and its data, afresh each time."""
 
-    Attributes:
-        make: makes both; the data is a `LightningDataModule`, a `DataLoader`, or None where the module has loaders.
-        trainer: arguments for the Trainer, from the configuration.
-        name: name for the output.
-    """
-
-    make: Callable[[], tuple[LightningModule, Any]]
-    trainer: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], tuple[LightningModule, Any]]  # data: a LightningDataModule, a DataLoader, or None for its own
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments for the Trainer, from the configuration
     name: str = ""
 
 
@@ -45,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_target(args: argparse.Namespace) -> Target:
-    """Find what the options name.
-
-    Raises:
-        ValueError: something cannot be found or made; the message says what to do.
-    """
+    """Find what the options name; a ValueError says what to do where something cannot be found or made."""
     config = _read(args.config) if args.config is not None else {}
     model_class, data_class, batch = (
         None if getattr(args, option) is None else _find(getattr(args, option), f"--{option}")
@@ -120,14 +110,8 @@ def _read(path: Path) -> dict[str, Any]:
 def make_object(maker: Any, section: Any, key: str, base: type) -> Any:
     """Make an object from a class (or function) and the section of a configuration that is about it.
 
-    Args:
-        maker: the class or function; None if the section names it.
-        section: arguments, or a ``class_path`` with ``init_args``.
-        key: name of the section.
-        base: base of the class that a section names.
-
-    Raises:
-        ValueError: it cannot be made.
+    The section ``key`` holds arguments, or names a subclass of ``base`` by ``class_path`` and ``init_args``, as it must
+    where ``maker`` is None. A ValueError says what to do where the object cannot be made.
     """
     section = dict(section or {})
     if maker is not None and not section:

@@ -51,15 +51,15 @@ class Clock:
         """Wait until all instants have passed; at the end of a run."""
 
     def recycle(self, instants: Iterable[Instant], base: Instant) -> None:
-        """Use marks again whose times have been read, and measure from ``base`` from now on."""
+        """Reuse marks whose times have been read, and measure from ``base`` from now on."""
 
 
 class DeviceClock(Clock):
     """Events on the streams of an accelerator.
 
     Args:
-        device: whose streams are marked.
-        queues_waits: whether waiting for a collective only queues the wait (NCCL), so that a separate stream can wait
+        device: Device whose streams are marked.
+        queues_waits: Whether waiting for a collective only queues the wait (NCCL), so that a separate stream can wait
             for one and be marked behind it; otherwise (gloo) only the end of the reducer's own wait is known.
     """
 
@@ -109,7 +109,7 @@ class DeviceClock(Clock):
         torch.accelerator.synchronize(self._device)
 
     def recycle(self, instants: Iterable[Instant], base: Instant) -> None:
-        """Use events again, and move the base: a difference is a float32 of milliseconds, which gets coarse."""
+        """Reuse events, and move the base: a difference is a float32 of milliseconds, which gets coarse."""
         assert isinstance(base, torch.Event)
         self._free += [i for i in (*instants, self._base) if isinstance(i, torch.Event) and i is not base]
         self._base_seconds, self._base = self.seconds(base), base

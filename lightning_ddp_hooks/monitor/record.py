@@ -1,4 +1,4 @@
-"""What a run has recorded: the last steps in full, sums over all of them, and the figures of other ranks."""
+"""What a run has recorded: the last steps in full, figures of all of them for loggers, and those of other ranks."""
 
 from __future__ import annotations
 
@@ -7,38 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
-from lightning_ddp_hooks.monitor.timeline import (
-    StepTiming,
-    communication_time,
-    effective_compression,
-    overlap,
-    typical_steps,
-)
+from lightning_ddp_hooks.monitor import timeline
+from lightning_ddp_hooks.monitor.timeline import StepTiming
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of some steps; times in seconds.
-
-    Attributes:
-        steps: number of steps.
-        duration: median duration of a step.
-        communication: median communication time of a step.
-        exposed: median time that a step waits.
-        overlap: median fraction of the communication that was not waited for.
-        sent_bytes: mean of what this rank sent in a step (averaging and the like do not come in every step).
-        compression: effective compression over all steps; None if nothing was sent.
-        error: mean relative error of compressed buckets, weighted by size; None unless it was measured.
-    """
+    """Figures of some steps: medians over the typical ones in seconds, bytes and errors over all."""
 
     steps: int
     duration: float
     communication: float
     exposed: float
     overlap: float
-    sent_bytes: float
-    compression: float | None
-    error: float | None
+    sent_bytes: float  # mean, since averaging and the like do not come in every step
+    compression: float | None  # None if nothing was sent
+    error: float | None  # relative, of compressed buckets, mean by size; None unless it was measured
 
     @property
     def exposed_share(self) -> float:
@@ -47,22 +31,21 @@ class Summary:
 
     @classmethod
     def of(cls, steps: Sequence[StepTiming], world_size: int) -> Summary:
-        """Summarize steps, of which there is at least one: times over the typical ones, bytes over all."""
-        typical = typical_steps(steps)
+        """Summarize steps, of which there is at least one."""
+        typical = timeline.typical_steps(steps)
         return cls(
             steps=len(steps),
             duration=median(step.duration for step in typical),
-            communication=median(map(communication_time, typical)),
+            communication=median(map(timeline.communication_time, typical)),
             exposed=median(step.wait for step in typical),
-            overlap=median(map(overlap, typical)),
+            overlap=median(map(timeline.overlap, typical)),
             sent_bytes=sum(step.sent_bytes for step in steps) / len(steps),
-            compression=effective_compression(steps, world_size),
-            error=mean_error(steps),
+            compression=timeline.effective_compression(steps, world_size),
+            error=_mean_error(steps),
         )
 
 
-def mean_error(steps: Sequence[StepTiming]) -> float | None:
-    """Return the mean relative error of the buckets that were compared, weighted by their size."""
+def _mean_error(steps: Sequence[StepTiming]) -> float | None:
     compared = [(b.error, b.grad_bytes) for step in steps for b in step.buckets if b.error is not None]
     total = sum(nbytes for _, nbytes in compared)
     return sum(error * nbytes for error, nbytes in compared) / total if total else None
@@ -75,34 +58,19 @@ def rank_row(rank: int, steps: Sequence[StepTiming], world_size: int) -> dict[st
 
 @dataclass
 class RunRecord:
-    """A run as the report tells it.
-
-    Attributes:
-        world_size: number of ranks.
-        rank: rank that keeps this record.
-        keep_steps: how many steps are kept in full; older ones are dropped.
-        facts: what to say about the run (model, hook, backend), in this order.
-        has_hook: whether a communication hook reduces the gradients.
-        bucket_cap_bytes: size at which a bucket is closed.
-        count: number of all steps that were recorded.
-        parameter_bytes: size of each parameter's gradient, by name.
-        outside_bytes: what was sent between steps, by purpose.
-        ranks: result of `rank_row` on each rank; empty if they could not be asked.
-        note: what a reader has to know, such as that the run has failed.
-        steps: the last steps.
-    """
+    """A run as the report tells it, by the rank that keeps it."""
 
     world_size: int
     rank: int
-    keep_steps: int
-    facts: dict[str, str] = field(default_factory=dict)
+    keep_steps: int  # number of steps that are kept in full; older ones are dropped
+    facts: dict[str, str] = field(default_factory=dict)  # model, hook, backend and the like, in this order
     has_hook: bool = False
     bucket_cap_bytes: int = 0
-    count: int = 0
-    parameter_bytes: Mapping[str, int] = field(default_factory=dict)
-    outside_bytes: Mapping[str, int] = field(default_factory=dict)
-    ranks: Sequence[Mapping[str, float | None]] = ()
-    note: str | None = None
+    count: int = 0  # of all steps that were recorded
+    parameter_bytes: Mapping[str, int] = field(default_factory=dict)  # size of each parameter's gradient
+    outside_bytes: Mapping[str, int] = field(default_factory=dict)  # sent between steps, by purpose
+    ranks: Sequence[Mapping[str, float | None]] = ()  # `rank_row` of each; empty if they could not be asked
+    note: str | None = None  # what a reader has to know, such as that the run has failed
     steps: deque[StepTiming] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,3 +80,39 @@ class RunRecord:
         """Add steps in order."""
         self.steps.extend(steps)
         self.count += len(steps)
+
+
+def step_metrics(steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True) -> dict[str, float]:
+    """Return means over the steps, of which there is at least one, by name; times in milliseconds.
+
+    The names are ``exposed_ms``, ``time_ms``, ``overlap``, ``sent_bytes`` and, if something was sent, ``compression``;
+    if reduced gradients were compared, ``error``; with ``per_bucket`` also ``bucket_0/exposed_ms``, ``.../time_ms``,
+    ``.../sent_bytes`` and ``.../error`` for each bucket.
+    """
+    count = len(steps)
+    values: dict[str, float | None] = {
+        "exposed_ms": 1e3 * sum(step.wait for step in steps) / count,
+        "time_ms": 1e3 * sum(map(timeline.communication_time, steps)) / count,
+        "overlap": sum(map(timeline.overlap, steps)) / count,
+        "sent_bytes": sum(step.sent_bytes for step in steps) / count,
+        "compression": timeline.effective_compression(steps, world_size),
+        "error": _mean_error(steps),
+        **(_bucket_metrics(steps) if per_bucket else {}),
+    }
+    return {f"comm/{name}": value for name, value in values.items() if value is not None}
+
+
+def _bucket_metrics(steps: Sequence[StepTiming]) -> dict[str, float]:
+    """Return figures of each bucket, summed over the backwards of a step and averaged over the steps."""
+    values: dict[str, float] = {}
+    errors: dict[int, list[float]] = {}
+    for step in steps:
+        for bucket, exposed in zip(step.buckets, timeline.exposed_by_bucket(step), strict=True):
+            launched, done = bucket.in_flight
+            figures = {"exposed_ms": 1e3 * exposed, "time_ms": 1e3 * (done - launched), "sent_bytes": bucket.sent_bytes}
+            for name, value in figures.items():
+                key = f"bucket_{bucket.index}/{name}"
+                values[key] = values.get(key, 0.0) + value / len(steps)
+            if bucket.error is not None:
+                errors.setdefault(bucket.index, []).append(bucket.error)
+    return values | {f"bucket_{index}/error": sum(found) / len(found) for index, found in errors.items()}

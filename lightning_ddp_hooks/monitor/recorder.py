@@ -7,7 +7,7 @@ On a device a step is returned some steps later, when its last event has passed;
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_ddp_hooks.monitor.timeline import BucketTiming, Interval, StepTim
 from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal
 
 
-class _InFlightBucket:
+class _RecordedBucket:
     """Instants of a bucket (a `GradBucket`) between its last gradient and the end of its reduction."""
 
     def __init__(self, bucket: Any, scale: float, ready: Instant) -> None:
@@ -65,10 +65,10 @@ class _RecordedStep:
     finished: Instant | None = None
     waits: list[tuple[Instant, Instant]] = field(default_factory=list)
     hook_work: list[tuple[Instant, Instant]] = field(default_factory=list)
-    buckets: list[_InFlightBucket] = field(default_factory=list)
+    buckets: list[_RecordedBucket] = field(default_factory=list)
     other_bytes: tuple[tuple[str, int], ...] = ()
     local_bytes: int = 0
-    spoilt: bool = False
+    left_out: bool = False
 
     def instants(self) -> list[Instant]:
         """Return its instants, each once, the last one first: it is the least likely to have passed."""
@@ -104,22 +104,16 @@ def _first_known(*instants: Instant | None) -> Instant:
 
 
 class CompressionError:
-    """Compares reduced buckets with the exact mean, every few steps.
-
-    Args:
-        group: group for the extra all-reduce of the original gradients; nothing else uses it.
-        every_n_steps: in which steps; the same on all ranks.
-    """
+    """Compares reduced buckets with the exact mean, every few steps (the same on all ranks), on a group of its own."""
 
     def __init__(self, group: comm.ProcessGroup, every_n_steps: int) -> None:
         self.group = group
         self.every_n_steps = every_n_steps
-        self._uncounted = ByteTotal()
 
     def begin(self, buffer: Tensor) -> tuple[Tensor, comm.Work]:
         """Start to sum a copy of the gradients, in at least float32."""
         copy = buffer.detach().clone() if buffer.dtype.itemsize >= 4 else buffer.detach().float()
-        with comm.counted_in(self._uncounted):
+        with comm.counted_in(ByteTotal()):  # not the run's own traffic
             return copy, comm.all_reduce(copy, self.group)
 
     def end(self, exact: Tensor, work: comm.Work, scale: float, reduced: Tensor) -> Tensor:
@@ -134,47 +128,33 @@ class Recorder:
     """Watches a reducer; a `BackwardObserver` by its methods.
 
     Args:
-        clock: clock that makes instants.
-        traffic: counter that `comm` adds to; what is sent for a bucket goes to a total of the bucket's own.
-        compression_error: compares with the exact mean; None leaves that out.
-        has_hook: whether a hook may compute something between collectives and after them.
-
-    Attributes:
-        parameter_bytes: size of the gradient of each parameter that was in a bucket, by name.
-        outside_bytes: what was sent between steps, by purpose.
+        clock: Clock that makes instants.
+        counter: Counter that `comm` adds to; what is sent for a bucket goes to a total of the bucket's own.
+        error: Compares with the exact mean; None leaves that out.
+        has_hook: Whether a hook may compute something between collectives and after them.
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        traffic: ByteCounter,
-        compression_error: CompressionError | None = None,
-        *,
-        has_hook: bool = True,
+        self, clock: Clock, counter: ByteCounter, error: CompressionError | None = None, *, has_hook: bool = True
     ) -> None:
         self._clock = clock
-        self._traffic = traffic
+        self._counter = counter
+        self._error = error
         self._has_hook = has_hook
-        self._compression_error = compression_error
         self._step: _RecordedStep | None = None
         self._unresolved: deque[_RecordedStep] = deque()
-        self._in_flight: dict[int, _InFlightBucket] = {}
+        self._in_flight: dict[int, _RecordedBucket] = {}
         self._wait_begin: Instant | None = None
         self._has_waited = False
         self._hook_resumed: Instant | None = None
         self._counted_before: ByteTotal | None = None
-        self._seen: set[tuple[str, ...]] = set()
-        self.parameter_bytes: dict[str, int] = {}
-        self.outside_bytes: dict[str, int] = {}
-
-    # ------------------------------------------------------------------ steps
+        self.parameter_bytes: dict[str, int] = {}  # of each parameter that was in a bucket
+        self.outside_bytes: Counter[str] = Counter()  # sent between steps, by purpose
 
     def begin_step(self, number: int) -> None:
         """Begin a step; one that is open is given up."""
-        for name, sent in self._traffic.take().items():
-            self.outside_bytes[name] = self.outside_bytes.get(name, 0) + sent
-        error = self._compression_error
-        measures_error = error is not None and number % error.every_n_steps == 0
+        self.outside_bytes.update(self._counter.take())
+        measures_error = self._error is not None and number % self._error.every_n_steps == 0
         self._step = _RecordedStep(number, self._clock.stamp(), measures_error)
 
     @property
@@ -192,10 +172,10 @@ class Recorder:
         if self._step is not None:
             self._step.latest_end = self._clock.stamp()
 
-    def spoil_step(self) -> None:
+    def leave_out_step(self) -> None:
         """Leave out the step that is open, since something else happens in the middle of it."""
         if self._step is not None:
-            self._step.spoilt = True
+            self._step.left_out = True
 
     def end_step(self, local_bytes: int = 0) -> list[StepTiming]:
         """End the step that is open, if any, and return the steps whose instants have all passed by now.
@@ -203,9 +183,9 @@ class Recorder:
         ``local_bytes`` is the size of the gradients that stay on this rank if none are exchanged in this step.
         """
         step, self._step = self._step, None
-        if step is not None and not step.spoilt:
+        if step is not None and not step.left_out:
             step.finished = self._clock.stamp()
-            step.other_bytes = tuple(self._traffic.take().items())
+            step.other_bytes = tuple(self._counter.take().items())
             step.local_bytes = 0 if step.buckets else local_bytes
             self._unresolved.append(step)
         return self._resolve()
@@ -225,7 +205,7 @@ class Recorder:
             self._clock.recycle(step.instants(), base=step.begin)
         return steps
 
-    # ------------------------------------------------------------------ calls of the reducer
+    # Calls of the reducer
 
     def backward_opened(self) -> None:
         """Note the backward in which the first gradient came."""
@@ -238,9 +218,8 @@ class Recorder:
         """Note when the gradients are complete."""
         if self._step is None:
             return
-        self._in_flight[bucket.index()] = _InFlightBucket(bucket, scale, self._clock.stamp())
-        if bucket.names not in self._seen:
-            self._seen.add(bucket.names)
+        self._in_flight[bucket.index()] = _RecordedBucket(bucket, scale, self._clock.stamp())
+        if any(name not in self.parameter_bytes for name in bucket.names):
             sizes = (param.nbytes for param in bucket.parameters())
             self.parameter_bytes.update(zip(bucket.names, sizes, strict=True))
 
@@ -249,41 +228,38 @@ class Recorder:
         bucket = self._in_flight.get(index)
         if bucket is None or self._step is None:
             return
-        if self._step.measures_error and self._compression_error is not None and bucket.gradients is not None:
+        if self._step.measures_error and self._error is not None and bucket.gradients is not None:
             # Here, where the copy belongs to the communication stream.
-            bucket.exact = self._compression_error.begin(bucket.gradients)
+            bucket.exact = self._error.begin(bucket.gradients)
         if self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
-        self._counted_before, self._traffic.current = self._traffic.current, bucket.sent
+        self._counted_before, self._counter.current = self._counter.current, bucket.sent
 
     def launch_ended(self, index: int, pending: Any) -> None:
-        """Arrange to learn when the bucket is done."""
+        """Arrange to learn when the bucket (an `InFlightBucket` of the queue) is done."""
         bucket = self._in_flight.get(index)
         if bucket is None:
             return
         self._restore_counting()
         if not self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
-        if not hasattr(pending, "on_finished"):  # a single collective
-            self._clock.when_done(pending, bucket.note_done)
-            return
         if pending.finished:
             bucket.done = self._clock.stamp()
             return
 
-        def collective(work: object) -> None:
+        def on_collective(work: object) -> None:
             self._note_hook_work(bucket.done)
             bucket.done = None
             self._clock.when_done(work, bucket.note_done)
 
-        def finished() -> None:
+        def on_finished() -> None:
             self._note_hook_work(bucket.done)
             if bucket.done is None:
                 bucket.done = self._clock.stamp()
 
-        pending.on_collective, pending.on_finished = collective, finished
+        pending.on_collective, pending.on_finished = on_collective, on_finished
         if pending.collective is not None:
-            collective(pending.collective)
+            on_collective(pending.collective)
 
     def _note_hook_work(self, collective_done: Instant | None) -> None:
         """Note that during a wait a hook has just come to its next collective, or to its end.
@@ -313,8 +289,8 @@ class Recorder:
             return
         if bucket.done is None:
             bucket.done = self._clock.stamp()
-        if bucket.exact is not None and self._compression_error is not None:
-            bucket.error = self._compression_error.end(*bucket.exact, bucket.scale, buffer)
+        if bucket.exact is not None and self._error is not None:
+            bucket.error = self._error.end(*bucket.exact, bucket.scale, buffer)
         bucket.gradients = bucket.exact = None
         self._step.buckets.append(bucket)
 
@@ -336,4 +312,4 @@ class Recorder:
 
     def _restore_counting(self) -> None:
         if self._counted_before is not None:
-            self._traffic.current, self._counted_before = self._counted_before, None
+            self._counter.current, self._counted_before = self._counted_before, None

@@ -7,32 +7,13 @@ from collections.abc import Sequence
 from html import escape
 from statistics import mean, median
 
+from lightning_ddp_hooks.monitor import report_charts as charts
+from lightning_ddp_hooks.monitor import report_text
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
-from lightning_ddp_hooks.monitor.report_charts import (
-    BUCKET_COLORS,
-    budget_chart,
-    key,
-    parameters_chart,
-    timeline_chart,
-    waiting_chart,
-)
+from lightning_ddp_hooks.monitor.report_charts import BUCKET_COLORS
 from lightning_ddp_hooks.monitor.report_style import STYLE
-from lightning_ddp_hooks.monitor.report_text import (
-    advice,
-    bytes_text,
-    factor_text,
-    headline,
-    run_note,
-    seconds_text,
-    share_text,
-)
-from lightning_ddp_hooks.monitor.timeline import (
-    BucketTiming,
-    StepTiming,
-    median_step,
-    typical_steps,
-    typical_waiting,
-)
+from lightning_ddp_hooks.monitor.report_text import bytes_text, seconds_text, share_text
+from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming, median_step, typical_steps, typical_waiting
 
 _BUCKETS_LISTED, _PARAMETERS_LISTED = 40, 8
 
@@ -40,7 +21,7 @@ _BUCKETS_LISTED, _PARAMETERS_LISTED = 40, 8
 def build_report(record: RunRecord) -> str:
     """Return the page for the record of the rank that writes it; it may hold no steps."""
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in record.facts.items())
-    note = run_note(record)
+    note = report_text.run_note(record)
     head = f"<header><h1>Communication report</h1><dl>{facts}</dl></header>"
     if note:
         head += f'<p class="note">{escape(note)}</p>'
@@ -49,24 +30,23 @@ def build_report(record: RunRecord) -> str:
     steps = list(record.steps)
     summary = Summary.of(steps, record.world_size)
     step = median_step(steps)
-    said = advice(steps, summary, record.world_size, has_hook=record.has_hook, bucket_cap_bytes=record.bucket_cap_bytes)
+    said = report_text.advice(
+        steps, summary, record.world_size, has_hook=record.has_hook, bucket_cap_bytes=record.bucket_cap_bytes
+    )
     parts = [
         head,
-        f'<p class="verdict">{escape(headline(steps, summary, record.world_size))}</p>',
+        f'<p class="verdict">{escape(report_text.headline(steps, summary, record.world_size))}</p>',
         f'<p class="advice">{_with_code(said)}</p>',
         _cards(summary),
         _typical_step(step, has_hook=record.has_hook),
-        _section(
-            "Waiting, step by step",
-            "How long each step waited for communication.",
-            waiting_chart(steps, summary.exposed),
-        ),
+        _section("Waiting, step by step", "How long each step waited for communication.",
+                 charts.waiting_chart(steps, summary.exposed)),
         _buckets(steps, step),
         _parameters(record, step),
         _other_traffic(record, steps),
         _ranks(record),
         _legend(),
-    ]
+    ]  # fmt: skip
     return _page("".join(parts))
 
 
@@ -97,7 +77,7 @@ def _cards(summary: Summary) -> str:
         ("communication in all", seconds_text(summary.communication), "any bucket in flight", ""),
         ("overlap", share_text(summary.overlap), "hidden behind computing", "good"),
         ("sent per rank and step", bytes_text(summary.sent_bytes), "mean over all steps", ""),
-        ("effective compression", factor_text(summary.compression), "against a plain all-reduce", ""),
+        ("effective compression", report_text.factor_text(summary.compression), "against a plain all-reduce", ""),
     ]
     if summary.error is not None:
         cards.append(("compression error", f"{summary.error:.2g}", "relative, to the exact mean", ""))
@@ -115,12 +95,9 @@ def _typical_step(step: StepTiming, *, has_hook: bool) -> str:
         ("hidden", "in flight, hidden"),
         ("exposed", "in flight after the backward"),
     ]
-    charts = timeline_chart(step, has_hook=has_hook) + key(colors) + budget_chart(step, has_hook=has_hook)
+    above, below = charts.timeline_chart(step, has_hook=has_hook), charts.budget_chart(step, has_hook=has_hook)
     note = f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
-    return _section("A typical step", note, charts)
-
-
-# ---------------------------------------------------------------------- tables
+    return _section("A typical step", note, above + charts.key(colors) + below)
 
 
 def _bars(*bars: tuple[float, str]) -> str:
@@ -192,7 +169,7 @@ def _parameters(record: RunRecord, step: StepTiming) -> str:
         share = share_text(sizes[name] / total)
         code = f"<code>{escape(name)}</code>"
         rows.append([code, bars, bytes_text(sizes[name]), share, bytes_text(sent), str(bucket.index)])
-    chart = parameters_chart(sizes, {name: bucket.index for name, bucket in bucket_of.items()})
+    chart = charts.parameters_chart(sizes, {name: bucket.index for name, bucket in bucket_of.items()})
     table = _table(["largest parameters", "", "gradient", "of all", "sent", "bucket"], rows)
     note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a color is a bucket."
     return _section("Bytes by parameter", note, chart + table)
@@ -232,9 +209,8 @@ def _ranks(record: RunRecord) -> str:
         f"Waited for communication: mean {seconds_text(mean(row['exposed'] for row in ranks))}, at most "
         f"{seconds_text(worst)}. A rank that waits less than the others is the one that they wait for."
     )
-    return _section(
-        "Ranks", note, _table(["rank", "step", "", "waited", "communication", "overlap", "sent per step"], rows)
-    )
+    head = ["rank", "step", "", "waited", "communication", "overlap", "sent per step"]
+    return _section("Ranks", note, _table(head, rows))
 
 
 def _legend() -> str:

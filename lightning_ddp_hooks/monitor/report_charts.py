@@ -35,15 +35,10 @@ def key(entries: Iterable[tuple[str, str]]) -> str:
     return f'<p class="key">{inside}</p>'
 
 
-# ---------------------------------------------------------------------- one step
-
-
 def timeline_chart(step: StepTiming, *, has_hook: bool = False) -> str:
     """Draw one step: compute above, one lane for each bucket below, and behind all of it when the step waits.
 
-    Args:
-        step: step to draw.
-        has_hook: whether what holds up the backward is a hook, or just launching.
+    What holds up the backward is named a hook if there is one, or else launching.
     """
     span = max(step.duration, 1e-9)
 
@@ -55,19 +50,18 @@ def timeline_chart(step: StepTiming, *, has_hook: bool = False) -> str:
     behind = [piece(step.begin + t, step.begin + t, "grid", text=seconds_text(t) if t else "0") for t in ticks]
     behind += [piece(begin, end, "waiting") for begin, end in step.wait_intervals]
 
-    hook = "hook" if has_hook else "launching"
     after = max([step.backward_end, *(end for _, end in step.wait_intervals)])
+    backward = f"backward with {'hook' if has_hook else 'launching'}"
     segments = [
         ("forward", "forward", step.begin, step.backward_begin),
-        (f"backward with {hook}", "backward", step.backward_begin, step.backward_end),
+        (backward, "backward", step.backward_begin, step.backward_end),
         ("optimizer, rest", "rest", after, step.finished),
         *(("waits with hook" if step.hook_work else "waits", "wait", begin, end) for begin, end in step.wait_intervals),
     ]
-    texts = [f"{name} {seconds_text(end - begin)}" for name, _, begin, end in segments]
     compute = [
         piece(begin, end, css, text, text)
-        for (_, css, begin, end), text in zip(segments, texts, strict=True)
-        if end > begin
+        for name, css, begin, end in segments
+        if end > begin and (text := f"{name} {seconds_text(end - begin)}")
     ]
     # The hook's part of the backward, and of the wait.
     for begin, end in union([*((b.ready, b.launched) for b in step.buckets), *step.hook_work]):
@@ -96,10 +90,8 @@ def timeline_chart(step: StepTiming, *, has_hook: bool = False) -> str:
 
 
 def _lane(label: str, pieces: Sequence[str], height: float) -> str:
-    return (
-        f'<div class="lane" style="height:{height:.1f}px"><span>{escape(label)}</span>'
-        f"<div>{''.join(pieces)}</div></div>"
-    )
+    inside = f"<span>{escape(label)}</span><div>{''.join(pieces)}</div>"
+    return f'<div class="lane" style="height:{height:.1f}px">{inside}</div>'
 
 
 def budget_chart(step: StepTiming, *, has_hook: bool = False) -> str:
@@ -113,24 +105,19 @@ def budget_chart(step: StepTiming, *, has_hook: bool = False) -> str:
         ("optimizer, rest", "rest", parts.rest),
     ]
     total = sum(max(seconds, 0.0) for _, _, seconds in pieces) or 1.0
-    drawn = []
-    for name, css, seconds in pieces:
-        share = max(seconds, 0.0) / total
-        drawn.append(_box(css, f"flex:{100 * share:.3f}", f"{name}: {seconds_text(seconds)}", share_text(share)))
+    drawn = [
+        _box(css, f"flex:{100 * share:.3f}", f"{name}: {seconds_text(seconds)}", share_text(share))
+        for name, css, seconds in pieces
+        for share in [max(seconds, 0.0) / total]
+    ]
     texts = key((css, f"{name} {seconds_text(seconds)}") for name, css, seconds in pieces)
     return f'<div class="budget">{"".join(drawn)}</div>{texts}'
 
 
-# ---------------------------------------------------------------------- many steps
-
-
 def waiting_chart(steps: Sequence[StepTiming], middle: float, columns: int = 240) -> str:
-    """Draw how long the steps waited: one bar each, or the mean (and lightly the largest) of several neighbors.
+    """Draw how long the steps waited, with the median of the typical ones.
 
-    Args:
-        steps: at least one step, in order.
-        middle: the median wait of the typical ones, in seconds.
-        columns: largest number of bars.
+    Each has one bar, or several neighbors share one: their mean, and lightly the largest.
     """
     waits = sorted(step.wait for step in steps)
     # One slow step must not press all others flat.
@@ -139,9 +126,7 @@ def waiting_chart(steps: Sequence[StepTiming], middle: float, columns: int = 240
     def percent(seconds: float) -> str:
         return f"{100 * min(seconds / top, 1.0):.2f}%"
 
-    lines = [
-        _box("grid", f"bottom:{percent(tick)}", text=seconds_text(tick) if tick else "0") for tick in nice_ticks(top, 4)
-    ]
+    lines = [_box("grid", f"bottom:{percent(t)}", text=seconds_text(t) if t else "0") for t in nice_ticks(top, 4)]
     lines.append(_box("median", f"bottom:{percent(middle)}"))
     group = max(1, math.ceil(len(steps) / columns))
     bars = []
@@ -158,17 +143,8 @@ def waiting_chart(steps: Sequence[StepTiming], middle: float, columns: int = 240
     return f'<div class="columns">{"".join(lines)}{"".join(bars)}</div><p class="ends">{ends}</p>'
 
 
-# ---------------------------------------------------------------------- parameters
-
-
 def parameters_chart(parameter_bytes: Mapping[str, int], bucket_of: Mapping[str, int], at_most: int = 120) -> str:
-    """Draw the parameters as areas: a row for each bucket, in it a box for each parameter.
-
-    Args:
-        parameter_bytes: size of each gradient, by name.
-        bucket_of: bucket of each parameter, by name.
-        at_most: how many are drawn by themselves; the others share one row.
-    """
+    """Draw gradients as areas: a row for each bucket, in it a box for each parameter; the smaller ones share a row."""
     ordered = sorted((name for name, n in parameter_bytes.items() if n), key=lambda name: -parameter_bytes[name])
     total = sum(parameter_bytes[name] for name in ordered)
     rows: dict[int, list[str]] = {}
@@ -176,20 +152,14 @@ def parameters_chart(parameter_bytes: Mapping[str, int], bucket_of: Mapping[str,
         rows.setdefault(bucket_of[name], []).append(name)
     drawn = []
     for index, names in sorted(rows.items()):
-        height = sum(parameter_bytes[name] for name in names)
-        boxes = [
-            _box(
-                f"b{index % BUCKET_COLORS}",
-                f"flex:{parameter_bytes[name]}",
-                f"{name}: {bytes_text(parameter_bytes[name])}, bucket {index}",
-                name if height >= _LABELLED_ROW * total else "",
-            )
-            for name in names
-        ]
-        drawn.append(f'<div style="flex:{height}">{"".join(boxes)}</div>')
+        height, boxes = sum(parameter_bytes[name] for name in names), ""
+        for name in names:
+            hint = f"{name}: {bytes_text(parameter_bytes[name])}, bucket {index}"
+            text = name if height >= _LABELLED_ROW * total else ""
+            boxes += _box(f"b{index % BUCKET_COLORS}", f"flex:{parameter_bytes[name]}", hint, text)
+        drawn.append(f'<div style="flex:{height}">{boxes}</div>')
     if others := ordered[at_most:]:
         height, text = sum(parameter_bytes[name] for name in others), f"{len(others)} smaller ones"
-        drawn.append(
-            f'<div style="flex:{height}">{_box("rest", "flex:1", f"{text}: {bytes_text(height)}", text)}</div>'
-        )
+        box = _box("rest", "flex:1", f"{text}: {bytes_text(height)}", text)
+        drawn.append(f'<div style="flex:{height}">{box}</div>')
     return f'<div class="map">{"".join(drawn)}</div>' if drawn else ""

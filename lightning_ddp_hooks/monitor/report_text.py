@@ -87,22 +87,9 @@ def headline(steps: Sequence[StepTiming], summary: Summary, world_size: int) -> 
 
 
 def advice(
-    steps: Sequence[StepTiming],
-    summary: Summary,
-    world_size: int,
-    *,
-    has_hook: bool = False,
-    bucket_cap_bytes: int = 0,
+    steps: Sequence[StepTiming], summary: Summary, world_size: int, *, has_hook: bool = False, bucket_cap_bytes: int = 0
 ) -> str:
-    """Return what there is to gain, and where to look for it.
-
-    Args:
-        steps: at least one step.
-        summary: summary of all steps.
-        world_size: number of ranks.
-        has_hook: whether a communication hook is in use.
-        bucket_cap_bytes: size at which a bucket is closed.
-    """
+    """Return what there is to gain, and where to look for it; there is at least one step."""
     sizes = [bucket.grad_bytes for bucket in typical_steps(steps)[0].buckets]
     buckets = len(sizes)
     if world_size == 1 or not buckets:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from statistics import median
 
 Interval = tuple[float, float]
@@ -22,27 +22,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class BucketTiming:
-    """One bucket on its way through one step; times in seconds on the step's clock.
+    """One bucket on its way through one step; times in seconds on the step's clock."""
 
-    Attributes:
-        index: position in the order of reduction.
-        names: names of its parameters.
-        grad_bytes: size of its gradients.
-        sent_bytes: what this rank sent for it, by the formulas in ``traffic.py``.
-        ready: when its gradients were complete and its turn had come.
-        launched: when its first collective was on its way; from ``ready`` to here a hook computes what to send.
-        done: when it was reduced; with a hook of several collectives, after the last one.
-        error: relative error of the reduced gradients to the exact mean; None unless it was asked for.
-    """
-
-    index: int
+    index: int  # in the order of reduction
     names: tuple[str, ...]
     grad_bytes: int
-    sent_bytes: int
-    ready: float
-    launched: float
-    done: float
-    error: float | None = None
+    sent_bytes: int  # by this rank, by the formulas in traffic.py
+    ready: float  # its gradients were complete and its turn had come
+    launched: float  # its first collective was on its way; from `ready` to here a hook computes what to send
+    done: float  # it was reduced; with a hook of several collectives, after the last one
+    error: float | None = None  # of the reduced gradients, relative to the exact mean; None unless asked for
 
     @property
     def in_flight(self) -> Interval:
@@ -52,33 +41,19 @@ class BucketTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One training step: an accumulation window, or a ``training_step`` of manual optimization.
-
-    Attributes:
-        step: number of the step.
-        begin: start of its first forward.
-        backward_begin: start of the first backward that reduces gradients (without one: of the last backward).
-        backward_end: when the last backward had computed its gradients; then come the wait and the optimizer.
-        finished: end of the step, after the optimizer.
-        buckets: its buckets in order of launch; over all backwards, if there are several.
-        wait: seconds that the step waited for communication.
-        waits: when it did; by default once, from ``backward_end`` on.
-        other_bytes: what was sent for other purposes, such as ``("buffers", 8192)``.
-        local_bytes: size of gradients that were not exchanged, where a model averager lets replicas train on their own.
-        hook_work: when, in those waits, a hook computed between its collectives and after them, so that nobody waited;
-            known on the host's clock only, otherwise empty.
-    """
+    """One training step: an accumulation window, or a ``training_step`` of manual optimization; times in seconds."""
 
     step: int
-    begin: float
-    backward_begin: float
-    backward_end: float
-    finished: float
-    buckets: tuple[BucketTiming, ...]
-    wait: float
-    waits: tuple[Interval, ...] = ()
-    other_bytes: tuple[tuple[str, int], ...] = ()
-    local_bytes: int = 0
+    begin: float  # of its first forward
+    backward_begin: float  # of the first backward that reduces gradients (without one: of the last backward)
+    backward_end: float  # the last backward had computed its gradients; then come the wait and the optimizer
+    finished: float  # after the optimizer
+    buckets: tuple[BucketTiming, ...]  # in order of launch; over all backwards, if there are several
+    wait: float  # seconds that the step waited for communication
+    waits: tuple[Interval, ...] = ()  # when it did; by default once, from `backward_end` on
+    other_bytes: tuple[tuple[str, int], ...] = ()  # sent for other purposes, such as ("buffers", 8192)
+    local_bytes: int = 0  # gradients that were not exchanged, where a model averager lets replicas train on their own
+    # When, in those waits, a hook computed between its collectives and after them; known on the host's clock only.
     hook_work: tuple[Interval, ...] = ()
 
     @property
@@ -94,30 +69,20 @@ class StepTiming:
         return ((self.backward_end, self.backward_end + self.wait),)
 
     @property
-    def idle_intervals(self) -> list[Interval]:
-        """Intervals in which the step waited and the hook had nothing to compute either."""
-        return subtract(self.wait_intervals, self.hook_work)
-
-    @property
     def grad_bytes(self) -> int:
         """Size of the gradients that were reduced."""
         return sum(bucket.grad_bytes for bucket in self.buckets)
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sent, for whatever purpose."""
+        """Bytes that this rank sent, for whatever purpose."""
         return sum(bucket.sent_bytes for bucket in self.buckets) + sum(count for _, count in self.other_bytes)
-
-
-# ---------------------------------------------------------------------- intervals
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return disjoint intervals in ascending order that cover the same time; empty ones are left out."""
     merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if end <= begin:
-            continue
+    for begin, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -132,13 +97,9 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def intersect(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
     """Return what both cover."""
-    rest = union(second)
-    return [
-        (max(begin, other_begin), min(end, other_end))
-        for begin, end in union(first)
-        for other_begin, other_end in rest
-        if max(begin, other_begin) < min(end, other_end)
-    ]
+    others = union(second)
+    pieces = [(max(a, c), min(b, d)) for a, b in union(first) for c, d in others]
+    return [(begin, end) for begin, end in pieces if begin < end]
 
 
 def subtract(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
@@ -149,24 +110,21 @@ def subtract(first: Iterable[Interval], second: Iterable[Interval]) -> list[Inte
     return left
 
 
-# ---------------------------------------------------------------------- one step
-
-
 def communication_time(step: StepTiming) -> float:
-    """Return how long any bucket was in flight, in seconds."""
+    """Return for how many seconds any bucket was in flight."""
     return length(bucket.in_flight for bucket in step.buckets)
 
 
 def hook_time(step: StepTiming) -> float:
-    """Return how long hooks computed, and how long it took to start communication, in seconds."""
+    """Return for how many seconds hooks computed or communication was started."""
     return length([*((bucket.ready, bucket.launched) for bucket in step.buckets), *step.hook_work])
 
 
 def overlap(step: StepTiming) -> float:
     """Return the fraction of the communication that the step did not wait for; 1 if there was none."""
-    flying = union(bucket.in_flight for bucket in step.buckets)
-    total = length(flying)
-    return 1.0 - length(intersect(flying, step.wait_intervals)) / total if total else 1.0
+    in_flight = [bucket.in_flight for bucket in step.buckets]
+    total = length(in_flight)
+    return 1.0 - length(intersect(in_flight, step.wait_intervals)) / total if total else 1.0
 
 
 def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
@@ -174,7 +132,7 @@ def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
 
     The sum may be less than ``step.wait``; see `Waiting` for the rest.
     """
-    idle = step.idle_intervals
+    idle = subtract(step.wait_intervals, step.hook_work)
     shares = []
     counted = float("-inf")  # up to here the step waited for buckets before this one
     for bucket in step.buckets:
@@ -184,26 +142,40 @@ def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def ring_bytes(nbytes: float, world_size: int) -> float:
-    """Return what each rank sends in a ring all-reduce of ``nbytes``: ``2 (n - 1) / n`` times as much."""
-    return 2.0 * (world_size - 1) / world_size * nbytes
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What a step, or a typical one, spent its time on; in seconds."""
+
+    forward: float  # before the first backward; includes further forwards of an accumulation window
+    backward: float  # gradients are computed
+    hook: float  # hooks compute, during the backward and after it, and collectives are started
+    wait: float  # for communication, without what a hook computes meanwhile
+    rest: float  # optimizer, model averaging, callbacks
+
+
+def phases(step: StepTiming) -> Phases:
+    """Divide the step's duration; the parts add up to it."""
+    backward = [(step.backward_begin, step.backward_end)]
+    launching = intersect(((b.ready, b.launched) for b in step.buckets), backward)
+    forward, hook = step.backward_begin - step.begin, length(launching)
+    computing = length(backward) - length([*launching, *intersect(step.wait_intervals, backward)])
+    late = length(intersect(step.hook_work, step.wait_intervals))
+    rest = step.duration - forward - computing - hook - step.wait
+    return Phases(forward, computing, hook + late, step.wait - late, rest)
 
 
 def effective_compression(steps: Sequence[StepTiming], world_size: int) -> float | None:
-    """Return how many times more an all-reduce of all gradients in their own dtype would have sent.
+    """Return how many times more a ring all-reduce of all gradients in their own dtype would have sent.
 
     Everything that was sent counts, also buffers and model averages; steps in which a model averager exchanges nothing
     count as gradients that were not sent. The result is 1 for one rank, which has nothing to send, and None if there
     was something to send and nothing was sent.
     """
-    dense = ring_bytes(sum(step.grad_bytes + step.local_bytes for step in steps), world_size)
+    dense = 2.0 * (world_size - 1) / world_size * sum(step.grad_bytes + step.local_bytes for step in steps)
     sent = sum(step.sent_bytes for step in steps)
     if sent:
         return dense / sent
     return None if dense else 1.0
-
-
-# ---------------------------------------------------------------------- many steps
 
 
 def typical_steps(steps: Sequence[StepTiming]) -> list[StepTiming]:
@@ -226,21 +198,20 @@ def median_step(steps: Sequence[StepTiming]) -> StepTiming:
     return typical[distances.index(min(distances))]
 
 
+def typical_phases(steps: Sequence[StepTiming]) -> Phases:
+    """Return the median of each part over the typical steps; they need not add up to a step."""
+    divided = [astuple(phases(step)) for step in typical_steps(steps)]
+    return Phases(*(median(column) for column in zip(*divided, strict=True)))
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a typical step waits for; in seconds, and the parts add up to ``total``.
-
-    Attributes:
-        total: median over the typical steps.
-        buckets: part of each bucket, as in `exposed_by_bucket`.
-        hook: part in which a hook computes, after the backward.
-        after: part in which no bucket is in flight: results are copied back, ranks agree on unused parameters.
-    """
+    """What a typical step waits for; in seconds, and the parts add up to ``total``."""
 
     total: float
-    buckets: tuple[float, ...]
-    hook: float
-    after: float
+    buckets: tuple[float, ...]  # as in `exposed_by_bucket`
+    hook: float  # a hook computes, after the backward
+    after: float  # no bucket is in flight: results are copied back, ranks agree on unused parameters
 
 
 def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
@@ -258,41 +229,3 @@ def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
     buckets = [scale * sum(column) for column in zip(*map(exposed_by_bucket, middle), strict=True)]
     hook = scale * sum(length(intersect(step.hook_work, step.wait_intervals)) for step in middle)
     return Waiting(total, tuple(buckets), hook, max(0.0, total - sum(buckets) - hook))
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """What a step, or a typical one, spent its time on; in seconds.
-
-    Attributes:
-        forward: time before the first backward, which includes further forwards of an accumulation window.
-        backward: time in which gradients are computed.
-        hook: time in which hooks compute and collectives are started during the backward, and hooks compute after it.
-        wait: time waited for communication, without what a hook computes meanwhile.
-        rest: time of the optimizer, model averaging, callbacks.
-    """
-
-    forward: float
-    backward: float
-    hook: float
-    wait: float
-    rest: float
-
-
-def phases(step: StepTiming) -> Phases:
-    """Divide the step's duration; the parts add up to it."""
-    backward = [(step.backward_begin, step.backward_end)]
-    launching = intersect(((b.ready, b.launched) for b in step.buckets), backward)
-    waiting = intersect(step.wait_intervals, backward)
-    forward = step.backward_begin - step.begin
-    computing = length(backward) - length([*launching, *waiting])
-    hook = length(launching)
-    late = length(intersect(step.hook_work, step.wait_intervals))
-    rest = step.duration - forward - computing - hook - step.wait
-    return Phases(forward, computing, hook + late, step.wait - late, rest)
-
-
-def typical_phases(steps: Sequence[StepTiming]) -> Phases:
-    """Return the median of each part over the typical steps; they need not add up to a step."""
-    divided = [phases(step) for step in typical_steps(steps)]
-    return Phases(*(median(getattr(its, entry.name) for its in divided) for entry in fields(Phases)))

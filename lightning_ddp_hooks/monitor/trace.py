@@ -19,20 +19,15 @@ _NAMES_SHOWN = 8
 def build_trace(
     steps: Sequence[StepTiming], *, rank: int = 0, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return a trace for ``json.dump``: one lane for compute, and one for each bucket; the first step begins at 0.
-
-    Args:
-        steps: steps in order.
-        rank: rank whose steps they are; the process in the trace.
-        metadata: facts to keep with it.
-    """
-    events: list[dict[str, Any]] = [_name("process_name", rank, 0, f"rank {rank}")]
-    events.append(_name("thread_name", rank, COMPUTE_LANE, "compute"))
+    """Return a rank's trace for ``json.dump``: a lane for compute, one for each bucket; the first step begins at 0."""
     lanes = max((bucket.index for step in steps for bucket in step.buckets), default=-1) + 1
-    events += [_name("thread_name", rank, FIRST_BUCKET_LANE + i, f"bucket {i}") for i in range(lanes)]
-    origin = steps[0].begin if steps else 0.0
+    names = [("process_name", 0, f"rank {rank}"), ("thread_name", COMPUTE_LANE, "compute")]
+    names += [("thread_name", FIRST_BUCKET_LANE + i, f"bucket {i}") for i in range(lanes)]
+    events: list[dict[str, Any]] = [
+        {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}} for kind, lane, name in names
+    ]
     for step in steps:
-        events += _step_events(step, rank, origin)
+        events += _step_events(step, rank, origin=steps[0].begin)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
 
 
@@ -66,7 +61,3 @@ def _step_events(step: StepTiming, rank: int, origin: float) -> list[dict[str, A
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _name(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}

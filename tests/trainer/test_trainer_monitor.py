@@ -31,7 +31,7 @@ from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import CommMonitor, UnevenInputs
 from lightning_ddp_hooks.hooks import BlockQuantize, PowerSGD
 from lightning_ddp_hooks.monitor.record import RunRecord
-from lightning_ddp_hooks.monitor.timeline import ring_bytes
+from lightning_ddp_hooks.reducer.bucket import STATUS_NUMEL
 
 pytestmark = [pytest.mark.trainer, pytest.mark.ranks]
 
@@ -114,13 +114,13 @@ def test_a_monitor_changes_no_bit_under_either_engine(tmp_path: Path) -> None:
         errors = [bucket.error for bucket in last.buckets]
         if name.startswith("mean"):
             assert len(last.buckets) == 2
-            assert sum(b.sent_bytes for b in last.buckets) == ring_bytes(4 * (NUMEL + 1), 2)  # the tail, once
+            assert sum(b.sent_bytes for b in last.buckets) == 4 * (NUMEL + STATUS_NUMEL)  # the status, once
             assert errors == [0.0 if "True" in name else None] * 2
         elif "True" in name:  # both compress
             assert all(error is not None and 0 < error < 1 for error in errors)
             assert errors == [bucket.error for bucket in second[name].steps[-1].buckets]
         if name.startswith("int8"):
-            assert last.sent_bytes < 0.5 * ring_bytes(4 * NUMEL, 2)
+            assert last.sent_bytes < 0.5 * 4 * NUMEL
         assert dict(last.other_bytes).keys() <= {"control"}
 
 
@@ -148,8 +148,8 @@ def test_metrics_report_and_trace_are_written(tmp_path: Path) -> None:
     steps = [int(row.split(",")[header.index("step")]) for row in rows[1:]]
     assert steps == [1, 3, 5, 7]  # the steps that Lightning itself would log
     last = dict(zip(header, rows[-1].split(","), strict=True))
-    assert float(last["comm/sent_bytes"]) == 4 * (NUMEL + 1)
-    assert float(last["comm/compression"]) == NUMEL / (NUMEL + 1)
+    assert float(last["comm/sent_bytes"]) == 4 * (NUMEL + STATUS_NUMEL)
+    assert float(last["comm/compression"]) == NUMEL / (NUMEL + STATUS_NUMEL)
 
     report = (written / "comm_monitor" / "report.html").read_text()
     assert "Net" in report

@@ -24,8 +24,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
-from lightning_ddp_hooks.monitor.metrics import step_metrics
-from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
+from lightning_ddp_hooks.monitor.record import RunRecord, rank_row, step_metrics
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.timeline import StepTiming
@@ -45,19 +44,19 @@ class CommMonitor(Callback):
     what other ranks would have to say.
 
     Args:
-        dirpath: where to write; by default the folder ``comm_monitor`` in the logger's directory, or without a logger
+        dirpath: Where to write; by default the folder ``comm_monitor`` in the logger's directory, or without a logger
             in the Trainer's ``default_root_dir``.
-        log_every_n_steps: how often to log; None for as often as the Trainer does.
-        prog_bar: show exposed time and overlap in the progress bar.
-        per_bucket: log the figures of each bucket too.
-        compression_error: measure how far the reduced gradients are from the exact mean. That takes a further
+        log_every_n_steps: How often to log; None for as often as the Trainer does.
+        prog_bar: Show exposed time and overlap in the progress bar.
+        per_bucket: Log the figures of each bucket too.
+        compression_error: Measure how far the reduced gradients are from the exact mean. That takes a further
             all-reduce of all gradients, uncompressed, in the steps in which it is done.
-        error_every_n_steps: how often that is.
-        keep_steps: how many steps the report and the trace show.
+        error_every_n_steps: How often that is.
+        keep_steps: How many steps the report and the trace show.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a number below 1; at setup: another strategy, or a second such callback.
+        TypeError: An argument of the wrong type.
+        ValueError: A number below 1; at setup: another strategy, or a second such callback.
 
     Example:
         >>> Trainer(strategy="ddp_hooks", callbacks=[CommMonitor()])
@@ -121,13 +120,13 @@ class CommMonitor(Callback):
         backend = facts["comm_backend"]
         # Asking for the directory is collective.
         self._directory = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "comm_monitor"
-        error = None
+        counter, error = ByteCounter(), None
         if self.compression_error:
             self._error_group = comm.new_group(reducer.parent_group)
             error = CompressionError(self._error_group, self.error_every_n_steps)
-        counter = ByteCounter()
-        self._recorder = Recorder(clock_for(device, queues_waits=backend != "gloo"), counter, error)
         said = declared(strategy.run.hook.declared, strategy.settings.averager, None)
+        clock, has_hook = clock_for(device, queues_waits=backend != "gloo"), said["hook"] is not None
+        self._recorder = Recorder(clock, counter, error, has_hook=has_hook)
         texts = {
             "model": type(pl_module).__name__,
             "hook": said["hook"] or "mean all-reduce",
@@ -144,7 +143,7 @@ class CommMonitor(Callback):
             rank=trainer.global_rank,
             keep_steps=self.keep_steps,
             facts={name: text for name, text in texts.items() if text is not None},
-            has_hook=said["hook"] is not None,
+            has_hook=has_hook,
             bucket_cap_bytes=facts["bucket_cap_bytes"],
         )
         self._unlogged = []
@@ -175,7 +174,7 @@ class CommMonitor(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._recorder is not None:  # in the middle of an accumulation window
-            self._recorder.spoil_step()
+            self._recorder.leave_out_step()
 
     @override
     def on_train_batch_end(
