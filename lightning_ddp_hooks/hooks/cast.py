@@ -40,13 +40,10 @@ class Cast(CommHook):
 
     The mean (no ``inner``) divides before it casts, so that float16 cannot overflow in the sum. `PowerSGD` sends its
     factors in 16 bits and keeps what the rounding lost in its residuals; any other hook is handed a bucket in 16
-    bits. Gradients that have 16 bits already are left as they are.
-
-    Sends half of what ``inner`` would; 2 bytes per element for the mean.
+    bits. Gradients that have 16 bits already are left as they are. Sends half of what ``inner`` would.
 
     Args:
-        inner: Hook whose messages are to be shorter: a short name, a `CommHook`, a pair ``(state, hook)``, or
-            None for the mean.
+        inner: Hook to cast for: a short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
         dtype: ``"float16"``, ``"bfloat16"`` or the ``torch.dtype``. float16 rounds to 11 bits and overflows at 65504,
             bfloat16 to 8 bits with float32's range.
         accumulate: ``"wire"`` sums in ``dtype``, which rounds once for each rank. ``"float32"`` sends each part to one
@@ -66,7 +63,6 @@ class Cast(CommHook):
     accumulate: Literal["wire", "float32"] = field(default="wire", kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check all settings."""
         _comm_dtype(self.dtype)
         declared = resolve_hook(self.inner)
         if self.accumulate not in ("wire", "float32"):
@@ -167,8 +163,7 @@ class _BoundFloat32Sum(BoundHook):
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer, world_size, workspace = bucket.buffer(), self._world_size, self._workspaces.of(bucket)
-        dtype = narrower(buffer.dtype, self._dtype)
-        numel, device = buffer.numel(), buffer.device
+        numel, device, dtype = buffer.numel(), buffer.device, narrower(buffer.dtype, self._dtype)
         part = -(-numel // world_size)
         sent = workspace.get("sent", part * world_size, dtype, device)
         received = workspace.get("received", part * world_size, dtype, device)
@@ -191,11 +186,7 @@ class _BoundFloat32Sum(BoundHook):
 def fp16_compress_hook(
     process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average in float16, divided before the cast; by torch's contract, for torch's DDP and for our reducer.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
+    """Average over the ranks of the group (None: all) in float16, divided before the cast; by torch's contract.
 
     Example:
         >>> ddp_model.register_comm_hook(None, fp16_compress_hook)
@@ -206,11 +197,7 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average in bfloat16; by torch's contract. torch's DDP refuses hooks of this name on gloo, our reducer does not.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
+    """Average in bfloat16, as `fp16_compress_hook`; torch's DDP refuses hooks of this name on gloo.
 
     Example:
         >>> model.register_comm_hook(None, bf16_compress_hook)
@@ -253,17 +240,19 @@ def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
         if isinstance(returned, Tensor):
             return done(buffer.copy_(returned.view(-1)))
         then: Callable[..., torch.futures.Future[torch.Tensor]] = returned.then
-        return then(lambda future: buffer.copy_(_first(future.value()).view(-1)))
 
+        def copy_back(future: torch.futures.Future[Any]) -> Tensor:
+            value = future.value()
+            reduced: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+            return buffer.copy_(reduced.view(-1))
+
+        return then(copy_back)
+
+    shown = str(dtype).removeprefix("torch.")
     wrapped.__module__ = getattr(hook, "__module__", __name__)  # it reads the divisor if the hook inside does
-    wrapped.__name__ = f"{str(dtype).removeprefix('torch.')}_{getattr(hook, '__name__', 'hook')}"
-    wrapped.__qualname__ = f"{str(dtype).removeprefix('torch.')}({hook_name(hook)})"
+    wrapped.__name__ = f"{shown}_{getattr(hook, '__name__', 'hook')}"
+    wrapped.__qualname__ = f"{shown}({hook_name(hook)})"
     return wrapped
-
-
-def _first(value: Any) -> Tensor:
-    tensor: Tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return tensor
 
 
 SHORT_NAMES["fp16"] = partial(Cast, dtype="float16")

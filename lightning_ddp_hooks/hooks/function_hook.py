@@ -19,14 +19,11 @@ from lightning_ddp_hooks.hooks.contract import (
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
-_QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
 # Of torch's hooks and ours, those that issue one collective and none from a callback.
 _ONE_COLLECTIVE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
-# Ours only: torch's hooks of these names issue a second collective from a callback.
-_OURS_ONE_COLLECTIVE = _QUANTIZATION | {"post_local_sgd_hook"}
+_QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
+_POWERSGD = {"powersgd_hook", "powerSGD_hook", "batched_powersgd_hook", "batched_powerSGD_hook"}
 _STATELESS = _ONE_COLLECTIVE | _QUANTIZATION
-_SAME_ON_ALL_RANKS = _STATELESS - {"noop_hook"} | {"powersgd_hook", "powerSGD_hook"}
-_SAME_ON_ALL_RANKS |= {"batched_powersgd_hook", "batched_powerSGD_hook"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +56,22 @@ class TorchHook(CommHook):
     reads_divisor: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check that the hook can be called."""
         if not callable(self.hook):
             raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
         require_types(self, flags=("one_at_a_time", "reads_divisor"))
 
     def replicas_differ_from(self) -> int | None:
-        """Return None for the functions of torch and of this package that are known to be the same on all ranks.
-
-        Of any other function nothing is known: 0.
-        """
+        """Return None for functions of torch and of this package that give all ranks the same; 0 for unknown ones."""
         if self._is_named("post_local_sgd_hook", "post_localSGD_hook"):
             return int(getattr(self.state, "start_localSGD_iter" if self._is_torchs() else "start_local_sgd_iter", 0))
-        return None if self._is_named(*_SAME_ON_ALL_RANKS) else 0
+        return None if self._is_named(*(_STATELESS - {"noop_hook"}), *_POWERSGD) else 0
 
     def bind(self, context: BindContext) -> BoundHook:
         """Wrap the function; its state is its own."""
         serial, reads = self.one_at_a_time, self.reads_divisor
-        if serial is None:
-            simple = self._is_named(*_ONE_COLLECTIVE) or (self._is_ours() and self._is_named(*_OURS_ONE_COLLECTIVE))
-            serial = not simple
+        if serial is None:  # torch's hooks of the other names issue a second collective from a callback
+            ours = (*_QUANTIZATION, "post_local_sgd_hook") if self._is_ours() else ()
+            serial = not self._is_named(*_ONE_COLLECTIVE, *ours)
         if reads is None:
             reads = self._is_ours()
         bound = _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
@@ -112,22 +105,19 @@ class _BoundFunction(BoundHook):
             check_result(self.name, bucket, returned)  # raises
         handle = _Handle(returned)
         yield requests.Wait(handle)
-        return self._rescaled(bucket, self._result(bucket, handle))
+        try:
+            value = handle.value()
+        except Exception as error:
+            raise RuntimeError(f"Communication hook {self.name} failed on {describe(bucket)}: {error}") from error
+        # A Work says only that it is done; the values are where it was given them.
+        result = bucket.buffer() if value is True else check_result(self.name, bucket, value)
+        return self._rescaled(bucket, result)
 
     def _rescaled(self, bucket: GradBucket, result: Tensor) -> Tensor:
         """Divide by what the bucket says, where the function has divided by the number of ranks."""
         if self._divided_by is not None and self._divided_by != bucket.divisor:
             result.mul_(self._divided_by / bucket.divisor)
         return result
-
-    def _result(self, bucket: GradBucket, handle: "_Handle") -> Tensor:
-        try:
-            value = handle.value()
-        except Exception as error:
-            raise RuntimeError(f"Communication hook {self.name} failed on {describe(bucket)}: {error}") from error
-        if value is True:  # a Work says only that it is done; the values are where it was given them
-            return bucket.buffer()
-        return check_result(self.name, bucket, value)
 
 
 class _Handle:
@@ -147,8 +137,6 @@ class _Handle:
         return self._waited
 
     def value(self) -> Any:
-        if self._waited is None:
-            self.wait()
-        if self._waited is None and hasattr(self._inner, "value"):
+        if self._waited is None and self.wait() is None and hasattr(self._inner, "value"):
             self._waited = self._inner.value()
         return self._waited

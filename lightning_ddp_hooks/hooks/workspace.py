@@ -38,9 +38,6 @@ class PerBucket(Generic[T]):
     [Note: memory follows the layout] The first backward reduces one bucket of the whole model, and later ones many
     small buckets. What belongs to a bucket is freed as soon as one of its parameters lies in another bucket. After a
     change, buckets behind the last one, whose parameters may be frozen, are gone too.
-
-    Args:
-        make: Makes it for a bucket.
     """
 
     def __init__(self, make: Callable[[GradBucket], T]) -> None:
