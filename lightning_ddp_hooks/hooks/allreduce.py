@@ -14,6 +14,9 @@ from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
+OptionalGroup = comm.ProcessGroup | None
+TensorFuture = torch.futures.Future[torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(ReplicatingHook):
@@ -80,9 +83,9 @@ def divisor_of(bucket: Any, group: comm.ProcessGroup) -> float:
     return float(getattr(bucket, "divisor", 0) or comm.world_size(group))
 
 
-def done(value: Tensor) -> torch.futures.Future[torch.Tensor]:
+def done(value: Tensor) -> TensorFuture:
     """Return a future that is done."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future: TensorFuture = torch.futures.Future()
     future.set_result(value)
     return future
 
@@ -111,9 +114,7 @@ class _BoundNoop(BoundHook):
         yield  # makes this a generator
 
 
-def allreduce_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Average the bucket over the ranks of the group (None: all); by torch's contract.
 
     Example:
@@ -124,7 +125,7 @@ def allreduce_hook(
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 
-def noop_hook(_: object, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def noop_hook(_: object, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Leave the gradients as they are, each rank its own. **For headroom analysis only**; see `Noop`.
 
     Example:

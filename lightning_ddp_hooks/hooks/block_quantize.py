@@ -61,9 +61,9 @@ class BlockQuantize(ReplicatingHook):
     Example:
         >>> DDPHooksStrategy(comm_hook=BlockQuantize(dtype="int8", block_size=256))
 
-    Two-stage compressed all-reduce with block scales and error feedback at both stages: Tang et al., "1-bit Adam",
-    2021, https://arxiv.org/abs/2102.02888; Dettmers et al., "8-bit optimizers via block-wise quantization", 2022,
-    https://arxiv.org/abs/2110.02861; Wang et al., "ZeRO++", 2023, https://arxiv.org/abs/2306.10209.
+    Sources: Tang et al., "1-bit Adam", 2021, https://arxiv.org/abs/2102.02888; Dettmers et al., "8-bit optimizers via
+    block-wise quantization", 2022, https://arxiv.org/abs/2110.02861; Wang et al., "ZeRO++", 2023,
+    https://arxiv.org/abs/2306.10209.
     """
 
     dtype: BlockDtype = "int8"
@@ -96,9 +96,8 @@ class OneBit(ReplicatingHook):
     of 512; 8 for float32 all-reduce).
 
     Differences from the paper: it is the gradient that is compressed, not the momentum, so that any optimizer can be
-    used; a scale belongs to a block and not to the whole tensor; and the scale is the mean magnitude, which leaves the
-    smallest squared error. An Adam whose second moment has settled takes the noise of the signs better: let the
-    compression begin after a few hundred steps.
+    used; and a scale, the mean magnitude, belongs to a block and not to the whole tensor. An Adam whose second moment
+    has settled takes the noise of the signs better: let the compression begin after a few hundred steps.
 
     Args:
         start_iter: Training step until which gradients are reduced in full.
@@ -190,17 +189,14 @@ class _BoundTwoStage(FeedbackHook):
         with record_function("ldh::quantize"):
             kernels.encode(buffers, buffer, residuals, self._noise(buffers, draw, 0, buffers.chunks.world_size))
         yield requests.AllToAll(buffers.sent.bytes, buffers.received.bytes)
-
         with record_function("ldh::sum_and_quantize"):
             kernels.add_up(buffers, residuals, self._noise(buffers, draw, 1, 1))
         yield requests.AllGather(buffers.answer.bytes, buffers.received.bytes)
-
         with record_function("ldh::dequantize"):
             kernels.finish(buffers, buffer, 1.0 / bucket.divisor, residuals, self._update)
         return None
 
     def _make_buffers(self, bucket: GradBucket) -> StageBuffers:
-        """Make the buffers of a bucket, kept from step to step: fresh pages cost more than filling them."""
         self._kernels.free_scratch()
         buffer = bucket.buffer()
         chunks = Chunks(buffer.numel(), self._world_size, self._block_size)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import AllReduce, divisor_of, done, narrower, scale_into
+from lightning_ddp_hooks.hooks.allreduce import (
+    AllReduce,
+    OptionalGroup,
+    TensorFuture,
+    divisor_of,
+    done,
+    narrower,
+    scale_into,
+)
 from lightning_ddp_hooks.hooks.contract import (
     BindContext,
     BoundHook,
@@ -25,13 +33,9 @@ from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
-_DTYPES = {
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
+_DTYPES = dict.fromkeys(("float16", "fp16", "half"), torch.float16) | dict.fromkeys(
+    ("bfloat16", "bf16"), torch.bfloat16
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Cast(CommHook):
 
     Raises:
         TypeError: ``inner`` is nothing that can be a hook, or ``dtype`` is neither name nor dtype.
-        ValueError: another dtype, another value of ``accumulate``, or ``accumulate="float32"`` with an inner hook.
+        ValueError: Another dtype, another value of ``accumulate``, or ``accumulate="float32"`` with an inner hook.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook=Cast(PowerSGD(rank=2), "bfloat16")))
@@ -67,7 +71,7 @@ class Cast(CommHook):
         declared = resolve_hook(self.inner)
         if self.accumulate not in ("wire", "float32"):
             raise ValueError(f"Expected `accumulate` to be 'wire' or 'float32', got {self.accumulate!r}.")
-        if self.accumulate == "float32" and not (declared is None or isinstance(declared, AllReduce)):
+        if self.accumulate == "float32" and declared is not None:  # the mean is None
             raise ValueError(
                 f"accumulate='float32' replaces the sum of the mean; {type(declared).__name__} has sums of its own. "
                 "Leave `accumulate` at 'wire', or leave out `inner`."
@@ -98,13 +102,10 @@ def bind_with_cast(hook: CommHook, context: BindContext) -> BoundHook:
 
 
 def _comm_dtype(dtype: object) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        found: torch.dtype | None = dtype if dtype in _DTYPES.values() else None
-    elif isinstance(dtype, str):
-        found = _DTYPES.get(dtype.removeprefix("torch."))
-    else:
+    if not isinstance(dtype, (str, torch.dtype)):
         raise TypeError(f"Expected `dtype` to be a name or a torch.dtype, got {type(dtype).__name__}.")
-    if found is None:
+    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found is None or found not in _DTYPES.values():
         raise ValueError(f"Expected `dtype` to be 'float16' or 'bfloat16', got {dtype!r}.")
     return found
 
@@ -170,7 +171,6 @@ class _BoundFloat32Sum(BoundHook):
         sent[:numel].copy_(buffer)  # undivided: nothing is summed in 16 bits, and small values keep their place
         sent[numel:].zero_()
         yield requests.AllToAll(sent, received)
-
         total = workspace.get("sum", part, torch.promote_types(dtype, torch.float32), device)
         rows = received.view(world_size, part)
         total.copy_(rows[0])
@@ -183,9 +183,7 @@ class _BoundFloat32Sum(BoundHook):
         return None
 
 
-def fp16_compress_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def fp16_compress_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Average over the ranks of the group (None: all) in float16, divided before the cast; by torch's contract.
 
     Example:
@@ -194,9 +192,7 @@ def fp16_compress_hook(
     return _mean_in(torch.float16, process_group, bucket)
 
 
-def bf16_compress_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def bf16_compress_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Average in bfloat16, as `fp16_compress_hook`; torch's DDP refuses hooks of this name on gloo.
 
     Example:
@@ -205,13 +201,11 @@ def bf16_compress_hook(
     return _mean_in(torch.bfloat16, process_group, bucket)
 
 
-def _mean_in(dtype: torch.dtype, process_group: comm.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
-    group = comm.resolve_group(process_group)
-    buffer = bucket.buffer()
+def _mean_in(dtype: torch.dtype, process_group: OptionalGroup, bucket: Any) -> TensorFuture:
+    group, buffer = comm.resolve_group(process_group), bucket.buffer()
     narrow = torch.empty_like(buffer, dtype=narrower(buffer.dtype, dtype))
     scale_into(narrow, buffer, 1.0 / divisor_of(bucket, group))
-    work = comm.all_reduce(narrow, group)
-    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+    return comm.all_reduce(narrow, group).get_future().then(lambda future: buffer.copy_(future.value()[0]))
 
 
 def fp16_compress_wrapper(hook: HookFunction) -> HookFunction:
@@ -233,13 +227,13 @@ def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
 
 
 def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
-    def wrapped(state: object, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+    def wrapped(state: object, bucket: comm.TorchGradBucket) -> TensorFuture:
         buffer = bucket.buffer()
         bucket.set_buffer(buffer.to(narrower(buffer.dtype, dtype)))
         returned = hook(state, bucket)
         if isinstance(returned, Tensor):
             return done(buffer.copy_(returned.view(-1)))
-        then: Callable[..., torch.futures.Future[torch.Tensor]] = returned.then
+        then: Callable[..., TensorFuture] = returned.then
 
         def copy_back(future: torch.futures.Future[Any]) -> Tensor:
             value = future.value()

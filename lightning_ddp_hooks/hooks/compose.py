@@ -62,11 +62,9 @@ class Rule:
 
     def matches(self, name: str, param: Tensor) -> bool:
         """Tell whether the rule is for this parameter."""
-        return (
-            (self.pattern is None or fnmatchcase(name, self.pattern))
-            and (self.min_numel is None or param.numel() >= self.min_numel)
-            and (self.ndim is None or param.dim() == self.ndim)
-        )
+        named = self.pattern is None or fnmatchcase(name, self.pattern)
+        large = self.min_numel is None or param.numel() >= self.min_numel
+        return named and large and (self.ndim is None or param.dim() == self.ndim)
 
     def text(self) -> str:
         """Name the rule in a message, without the hook's settings."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.in_flight_bucket import check_result as check_result
-from lightning_ddp_hooks.reducer.in_flight_bucket import describe as describe
 from lightning_ddp_hooks.reducer.in_flight_bucket import phases_of as phases_of
 from lightning_ddp_hooks.reducer.requests import Phases as Phases
 from lightning_ddp_hooks.reducer.requests import Subgroup as Subgroup

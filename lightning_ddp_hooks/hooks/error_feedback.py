@@ -61,10 +61,7 @@ class ErrorFeedback:
         return flat
 
     def preserve_unused(self, bucket: GradBucket) -> AbstractContextManager[None]:
-        """Keep the residuals of parameters that no rank has used as they are, whatever is written meanwhile.
-
-        What is reduced for them is thrown away, so that nothing of their residuals counts as sent.
-        """
+        """Keep the residuals of parameters that no rank has used, since what is reduced for them is thrown away."""
         if not bucket.unused:
             return nullcontext()
         self.of(bucket)
@@ -85,19 +82,11 @@ class ErrorFeedback:
         return dict(self._residuals)
 
     def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
-        """Return the mean over the ranks of each residual, by name, flat, on the CPU; collective.
-
-        Args:
-            control_group: CPU group over all ranks.
-        """
+        """Return the mean of each residual over the ranks of a CPU group, by name, flat, on the CPU; collective."""
         return mean_over_ranks(self._residuals, control_group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore residuals that `state_dict` returned; what is not in ``state`` begins at zero.
-
-        Raises:
-            ValueError: A residual has another size than its parameter.
-        """
+        """Restore residuals that `state_dict` returned, of the same sizes; what is not in ``state`` begins at zero."""
         for name, residual in self._residuals.items():
             if name in state:
                 _require_numel(name, residual.numel(), state[name])
@@ -206,12 +195,11 @@ class ResidualUpdate:
 
     [Note: non-finite gradients] An Inf or a NaN in a residual would come back in every later step. A residual is
     therefore updated only when the bucket's *reduced* result is finite. Every rank has that result, so all ranks decide
-    alike and without a collective; the result itself stays non-finite, for a gradient scaler to see. Where the scaler
-    skips the step, the residuals are what they were before it.
+    alike and without a collective; the result itself stays non-finite, for a gradient scaler to see and skip the step.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[torch.device, Tensor] = {}
+        self._counts: dict[torch.device, Tensor | int] = {}
 
     @property
     def left_out(self) -> int:
@@ -220,14 +208,11 @@ class ResidualUpdate:
 
     @left_out.setter
     def left_out(self, value: Any) -> None:
-        self._counts = {torch.device("cpu"): torch.tensor(int(value))}
+        self._counts = {torch.device("cpu"): int(value)}
 
     def count(self, finite: Tensor) -> None:
         """Note whether a bucket's result was finite (one boolean on the bucket's device)."""
-        known = self._counts.get(finite.device)
-        if known is None:
-            known = self._counts[finite.device] = torch.zeros((), dtype=torch.int64, device=finite.device)
-        known.add_(~finite)
+        self._counts[finite.device] = self._counts.get(finite.device, 0) + ~finite
 
     def apply(self, residual: Tensor, gradient: Tensor, sent: Tensor, finite: Tensor) -> None:
         """Set ``residual`` to ``residual + gradient - sent`` in place, if ``finite`` (one boolean on its device)."""
@@ -239,14 +224,7 @@ class ResidualUpdate:
 
 
 class FeedbackHook(BoundHook):
-    """Base of hooks that keep what they did not send.
-
-    Args:
-        name: Name in messages and checkpoints.
-        context: What is known at setup.
-        feedback: Whether anything is kept.
-        residuals: What is kept, by its name in a checkpoint.
-    """
+    """Base of hooks that keep what they did not send, if ``feedback``: residuals by their name in a checkpoint."""
 
     def __init__(
         self, name: str, context: BindContext, feedback: bool, residuals: Mapping[str, ErrorFeedback | ServerResiduals]

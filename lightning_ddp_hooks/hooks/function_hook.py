@@ -12,7 +12,6 @@ from lightning_ddp_hooks.hooks.contract import (
     HookFunction,
     Phases,
     check_result,
-    describe,
     hook_name,
     require_types,
 )
@@ -36,8 +35,8 @@ class TorchHook(CommHook):
         hook: Function; see https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
         state: Object that is handed to each call untouched.
         one_at_a_time: Start a bucket only when the one before it is done. None decides: False for those of torch's
-            hooks that issue one collective, else True, since a hook that issues collectives from completion callbacks
-            (torch's PowerSGD) mixes up ranks when several buckets are in flight.
+            hooks that issue one collective, else True, since collectives from completion callbacks (torch's PowerSGD)
+            mix up ranks when several buckets are in flight.
         reads_divisor: Whether the function divides by ``bucket.divisor`` and not by the number of ranks, which differ
             under `DataParallel.join` only; the result of one that does not is rescaled then. None decides: True for our
             functions, else False.
@@ -63,30 +62,27 @@ class TorchHook(CommHook):
     def replicas_differ_from(self) -> int | None:
         """Return None for functions of torch and of this package that give all ranks the same; 0 for unknown ones."""
         if self._is_named("post_local_sgd_hook", "post_localSGD_hook"):
-            return int(getattr(self.state, "start_localSGD_iter" if self._is_torchs() else "start_local_sgd_iter", 0))
+            setting = "start_localSGD_iter" if self._is_from("torch") else "start_local_sgd_iter"
+            return int(getattr(self.state, setting, 0))
         return None if self._is_named(*(_STATELESS - {"noop_hook"}), *_POWERSGD) else 0
 
     def bind(self, context: BindContext) -> BoundHook:
         """Wrap the function; its state is its own."""
-        serial, reads = self.one_at_a_time, self.reads_divisor
+        serial, ours = self.one_at_a_time, self._is_from("lightning_ddp_hooks")
         if serial is None:  # torch's hooks of the other names issue a second collective from a callback
-            ours = (*_QUANTIZATION, "post_local_sgd_hook") if self._is_ours() else ()
-            serial = not self._is_named(*_ONE_COLLECTIVE, *ours)
-        if reads is None:
-            reads = self._is_ours()
+            serial = not self._is_named(*_ONE_COLLECTIVE, *((*_QUANTIZATION, "post_local_sgd_hook") if ours else ()))
+        reads = ours if self.reads_divisor is None else self.reads_divisor
         bound = _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
         bound.keeps_state = not self._is_named(*_STATELESS)
         return bound
 
-    def _is_ours(self) -> bool:
-        return (getattr(self.hook, "__module__", "") or "").startswith("lightning_ddp_hooks.")
-
-    def _is_torchs(self) -> bool:
-        return (getattr(self.hook, "__module__", "") or "").startswith("torch.")
+    def _is_from(self, package: str) -> bool:
+        return (getattr(self.hook, "__module__", "") or "").startswith(f"{package}.")
 
     def _is_named(self, *names: str) -> bool:
         """Tell whether it is a function of torch or of this package with one of these names."""
-        return getattr(self.hook, "__name__", "") in names and (self._is_ours() or self._is_torchs())
+        known = self._is_from("lightning_ddp_hooks") or self._is_from("torch")
+        return known and getattr(self.hook, "__name__", "") in names
 
 
 class _BoundFunction(BoundHook):
@@ -105,13 +101,9 @@ class _BoundFunction(BoundHook):
             check_result(self.name, bucket, returned)  # raises
         handle = _Handle(returned)
         yield requests.Wait(handle)
-        try:
-            value = handle.value()
-        except Exception as error:
-            raise RuntimeError(f"Communication hook {self.name} failed on {describe(bucket)}: {error}") from error
         # A Work says only that it is done; the values are where it was given them.
-        result = bucket.buffer() if value is True else check_result(self.name, bucket, value)
-        return self._rescaled(bucket, result)
+        done = handle.value is True
+        return self._rescaled(bucket, bucket.buffer() if done else check_result(self.name, bucket, handle.value))
 
     def _rescaled(self, bucket: GradBucket, result: Tensor) -> Tensor:
         """Divide by what the bucket says, where the function has divided by the number of ranks."""
@@ -125,18 +117,13 @@ class _Handle:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._waited: Any = None
+        self.value: Any = None
 
     def done(self) -> bool:
         ask = getattr(self._inner, "done", None) or getattr(self._inner, "is_completed", None)
         return bool(ask()) if callable(ask) else not hasattr(self._inner, "wait")
 
-    def wait(self) -> object:
-        if hasattr(self._inner, "wait"):
-            self._waited = self._inner.wait()
-        return self._waited
-
-    def value(self) -> Any:
-        if self._waited is None and self.wait() is None and hasattr(self._inner, "value"):
-            self._waited = self._inner.value()
-        return self._waited
+    def wait(self) -> None:
+        self.value = self._inner.wait() if hasattr(self._inner, "wait") else None
+        if self.value is None and hasattr(self._inner, "value"):
+            self.value = self._inner.value()

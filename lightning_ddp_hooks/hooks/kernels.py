@@ -179,17 +179,12 @@ class SignCodec(BlockCodec):
     def decode(self, scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
         """Undo it."""
         table = self._tables.get(out.device)
-        if table is None:
-            table = self._tables[out.device] = _sign_table().to(out.device)
+        if table is None:  # for each byte eight bytes in an int64: +1 where the bit is 0, and -1 where it is 1
+            bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and_(1)
+            table = (1 - 2 * bits).to(torch.int8).contiguous().view(torch.int64).view(256).to(out.device)
+            self._tables[out.device] = table
         signs = table.index_select(0, codes.to(torch.int32).view(-1)).view(torch.int8)
         return torch.mul(signs.view(out.shape), scales.unsqueeze(-1), out=out)
-
-
-def _sign_table() -> Tensor:
-    """Return for each byte the int64 whose eight bytes are +1 where the bit is 0 and -1 where it is 1."""
-    byte = torch.arange(256).unsqueeze(1)
-    bit = byte.bitwise_right_shift(torch.arange(8)).bitwise_and_(1)
-    return (1 - 2 * bit).to(torch.int8).contiguous().view(torch.int64).view(256)
 
 
 def uniform_noise(shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:

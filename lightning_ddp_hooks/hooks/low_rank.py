@@ -64,7 +64,7 @@ class MatrixBatch:
     buffer   ..[ M0 ].....[ M1 ].....[ M2 ]...        view (3, rows, cols), strides (distance, cols, 1)
     """
 
-    slots: tuple[MatrixSlot, ...]  # in the order of the buffer
+    slots: Sequence[MatrixSlot]  # in the order of the buffer
     distance: int  # from the beginning of one to that of the next
     left: slice  # its left factors among all left factors
     right: slice
@@ -107,7 +107,7 @@ def _in_runs(slots: Sequence[MatrixSlot], *, batched: bool = True) -> list[Matri
         first, start = run[0], (left, right)
         left, right = left + len(run) * first.rank * first.left, right + len(run) * first.rank * first.right
         distance = run[1].offset - first.offset if len(run) > 1 else first.numel
-        batches.append(MatrixBatch(tuple(run), distance, slice(start[0], left), slice(start[1], right)))
+        batches.append(MatrixBatch(run, distance, slice(start[0], left), slice(start[1], right)))
     return batches
 
 

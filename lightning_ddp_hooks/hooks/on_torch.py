@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import AllReduce, divisor_of, done
+from lightning_ddp_hooks.hooks.allreduce import AllReduce, TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -35,11 +35,7 @@ class TorchDDPState:
     """
 
     def __init__(
-        self,
-        hook: HookLike | None,
-        process_group: comm.ProcessGroup | None = None,
-        *,
-        module: nn.Module | None = None,
+        self, hook: HookLike | None, process_group: comm.ProcessGroup | None = None, *, module: nn.Module | None = None
     ) -> None:
         self.hook: CommHook = resolve_hook(hook) or AllReduce()
         self.process_group = process_group
@@ -125,7 +121,7 @@ class _BucketOfTorch(GradBucket):
         self._replaced = tensor
 
 
-def run_on_torch_ddp(state: TorchDDPState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def run_on_torch_ddp(state: TorchDDPState, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Reduce a bucket of torch's DDP with the hook in ``state``, from beginning to end; see `TorchDDPState`.
 
     On the CPU the call returns when the bucket is reduced, so nothing overlaps; on a device the collectives are only

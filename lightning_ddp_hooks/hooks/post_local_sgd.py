@@ -5,10 +5,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import divisor_of, done
+from lightning_ddp_hooks.hooks.allreduce import TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Subgroup, require_types
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
@@ -147,7 +145,7 @@ class PostLocalSGDState:
         self.iter = 0
 
 
-def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Average over all ranks until ``state.start_local_sgd_iter``, then over the subgroup; by torch's contract.
 
     Example:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import Mean, narrower
+from lightning_ddp_hooks.hooks.allreduce import Mean, TensorFuture, narrower
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
 from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback
 from lightning_ddp_hooks.hooks.low_rank import MatrixSlot, matrix_shape, near_square, worth_compressing, write_product
@@ -32,9 +32,8 @@ class PowerSGD(ReplicatingHook):
     """Send a rank-``r`` approximation of each gradient matrix, and keep what it misses for the next step.
 
     A matrix M (rows x cols) is sent as P (rows x r) and Q (cols x r): one step of power iteration, that begins where
-    the last one ended. Vectors, and matrices that would not shrink enough, travel dense, together with the Ps.
-
-    Sends ``r * (rows + cols)`` elements for each matrix in place of ``rows * cols``; two collectives per bucket.
+    the last one ended. Vectors, and matrices that would not shrink enough, travel dense, together with the Ps. Sends
+    ``r * (rows + cols)`` elements for each matrix in place of ``rows * cols``; two collectives per bucket.
 
     Args:
         rank: Rank of the approximation. 1 to 4 is usual; a language model may need up to 32.
@@ -44,7 +43,7 @@ class PowerSGD(ReplicatingHook):
         error_feedback: Add what was not sent to the next gradient. Without it the result is biased.
         warm_start: Begin with the last step's Q. Without it Q is random in each step, and the approximation worse.
         seed: Seed of the first Q.
-        orthogonalization_epsilon: Addend to each column's length in P before the division by it; zeros need none.
+        orthogonalization_epsilon: Addend to each column's length in P before the division by it; may be 0.
         batch_same_shape: Work on matrices of one shape at once where they lie at equal distances in the bucket.
 
     A step whose gradients are not finite on some rank leaves the residuals of all ranks as they were, and is counted
@@ -102,9 +101,8 @@ class BatchedPowerSGD(PowerSGD):
     1. What does not fit into the matrix (less than a row) travels dense, instead of padding. The matrices follow the
     buckets, which a resumed run learns anew: nothing that is owed gets lost, but the run is not repeated exactly.
 
-    Sends about ``2 * rank * sqrt(numel)`` elements for a bucket of ``numel``.
-
-    Settings are those of `PowerSGD`; ``batch_same_shape`` has no meaning here, since a bucket is one matrix.
+    Sends about ``2 * rank * sqrt(numel)`` elements for a bucket of ``numel``. Settings are those of `PowerSGD`;
+    ``batch_same_shape`` has no meaning here, since a bucket is one matrix.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook=BatchedPowerSGD(start_iter=500)))
@@ -123,12 +121,10 @@ class BatchedPowerSGD(PowerSGD):
 
 
 class _BoundPowerSGD(BoundHook):
-    """PowerSGD at work.
+    """PowerSGD at work; one bucket, with "sum" over the ranks.
 
-    One bucket ("sum" is over the ranks):
-
-        M = gradient + error    P = M Q --sum--> orthonormal P    Q = M^T P --sum--> gradient = P Q^T
-                                dense   --sum--> dense            (own Q)   ------> error = M - P Q^T
+    M = gradient + error    P = M Q --sum--> orthonormal P    Q = M^T P --sum--> gradient = P Q^T
+                            dense   --sum--> dense            (own Q)   ------> error = M - P Q^T
     """
 
     casts_itself = True
@@ -327,7 +323,7 @@ class PowerSGDState(TorchDDPState):
             logger.info("PowerSGD, step %d: %d elements became %d, rate %.2f", self.steps, before, after, rate)
 
 
-def powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Run `PowerSGD` on a bucket, with both phases inside the call; by torch's contract.
 
     So with any number of buckets all ranks issue collectives in one order (torch's hook on gloo aborts with several).
@@ -338,7 +334,7 @@ def powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) -> torch.f
     return run_on_torch_ddp(state, bucket)
 
 
-def batched_powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def batched_powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Run `BatchedPowerSGD` on a bucket; by torch's contract.
 
     Example:

@@ -110,18 +110,15 @@ class PowerSGDWorkspace:
 
     def adopt(self, known: dict[str, Tensor], seed: int) -> None:
         """Begin with right factors of ``known`` where they fit, with random ones elsewhere; put ours into it."""
-        offset = 0
-        for slot in self._slots:
+        if not self._slots:
+            return
+        sizes = [slot.rank * slot.right for slot in self._slots]
+        for slot, fresh, factor in zip(self._slots, self._fresh.split(sizes), self._right.split(sizes), strict=True):
             shape = (slot.rank, slot.right)
-            part = slice(offset, offset + slot.rank * slot.right)
-            offset = part.stop
-            fresh, factor = self._fresh[part].view(shape), self._right[part].view(shape)
-            fresh.copy_(random_rows(slot.key, slot.rank, slot.right, seed, self._dtype))
-            before = known.get(slot.key)
-            factor.copy_(before if before is not None and before.shape == shape else fresh)
-            known[slot.key] = factor
-        if self._slots:
-            self._rows.normalize_(self._fresh)
+            fresh.view(shape).copy_(random_rows(slot.key, *shape, seed, self._dtype))
+            before, known[slot.key] = known.get(slot.key), factor.view(shape)
+            known[slot.key].copy_(before if before is not None and before.shape == shape else fresh.view(shape))
+        self._rows.normalize_(self._fresh)
 
     def begin(self, buffer: Tensor) -> list[Tensor]:
         """Return the matrices of the bucket, one tensor for each batch."""

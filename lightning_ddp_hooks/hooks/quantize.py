@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import divisor_of, done
+from lightning_ddp_hooks.hooks.allreduce import OptionalGroup, TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
 from lightning_ddp_hooks.hooks.kernels import affine_decode, affine_encode
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
@@ -69,9 +69,7 @@ class QuantizePerChannel(ReplicatingHook):
         return _GatherHook("QuantizePerChannel", context, self.bucket_size)
 
 
-def quantization_pertensor_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def quantization_pertensor_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Average the bucket over the ranks of the group (None: all), see `QuantizePerTensor`; by torch's contract.
 
     Example:
@@ -81,8 +79,8 @@ def quantization_pertensor_hook(
 
 
 def quantization_perchannel_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket, bucket_size: int = 512
-) -> torch.futures.Future[torch.Tensor]:
+    process_group: OptionalGroup, bucket: comm.TorchGradBucket, bucket_size: int = 512
+) -> TensorFuture:
     """Average the bucket over the ranks of the group (None: all), see `QuantizePerChannel`; by torch's contract.
 
     Example:
@@ -91,21 +89,18 @@ def quantization_perchannel_hook(
     return _gather_mean(process_group, bucket, bucket_size)
 
 
-def _gather_mean(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket, row_size: int | None
-) -> torch.futures.Future[torch.Tensor]:
-    group = comm.resolve_group(process_group)
-    buffer = bucket.buffer()
+def _gather_mean(process_group: OptionalGroup, bucket: comm.TorchGradBucket, row_size: int | None) -> TensorFuture:
+    group, buffer = comm.resolve_group(process_group), bucket.buffer()
     world_size = comm.world_size(group)
     if world_size == 1 or not buffer.numel():
         return done(buffer)
     rows = _Rows(buffer.numel(), row_size)
     message = rows.encode(buffer)
     gathered = message.new_empty(world_size, message.numel())
-    work = comm.start_all_gather(gathered, message, group)
+    future = comm.start_all_gather(gathered, message, group).get_future()
     # The callback computes only; a collective in it could overtake those of other buckets.
     divisor = divisor_of(bucket, group)
-    return work.get_future().then(lambda _: rows.decode_mean(gathered, divisor, buffer))
+    return future.then(lambda _: rows.decode_mean(gathered, divisor, buffer))
 
 
 class _GatherHook(BoundHook):
