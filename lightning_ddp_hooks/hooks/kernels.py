@@ -1,7 +1,6 @@
 """Quantisation of blocks of gradients, in vectorised torch operations; no state and no communication.
 
-A codec turns float32 values of shape ``(..., blocks, block_size)`` into one float32 scale and a few bytes for each
-block:
+A codec turns the values of each block into one scale and a few bytes:
 
     values  (..., blocks, block_size) float32
     scales  (..., blocks)             float32     both may be strided views into one message
@@ -151,10 +150,7 @@ class Float8Codec(BlockCodec):
 
 
 class SignCodec(BlockCodec):
-    """One bit per value: ``value ~ +-scale``, where the scale is the block's mean magnitude.
-
-    That scale leaves the smallest squared error that signs can leave: ``|x|^2 (1 - |x|_1^2 / (n |x|_2^2))``.
-    """
+    """One bit per value: ``value ~ +-scale``; the mean magnitude as scale leaves the smallest squared error."""
 
     name = "onebit"
 
@@ -188,10 +184,8 @@ class SignCodec(BlockCodec):
 
 
 def uniform_noise(shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Return random numbers from (0, 1), with 16 random bits each and a mean of exactly one half.
-
-    Four are cut out of one 64 bit number, in a quarter of the time of ``torch.rand``; it biases by less than 2**-17.
-    """
+    """Return random numbers from (0, 1), with 16 random bits each and a mean of exactly one half."""
+    # Four are cut out of one 64 bit number, in a quarter of the time of `torch.rand`.
     numel = shape.numel()
     words = torch.empty(-(-numel // 4), dtype=torch.int64, device=device)
     words.random_(-(1 << 63), (1 << 63) - 1, generator=generator)
@@ -199,10 +193,7 @@ def uniform_noise(shape: torch.Size, generator: torch.Generator, device: torch.d
 
 
 def affine_encode(rows: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Quantise each row to 0 ... 255 over its range, which is made to include zero; overwrites ``rows`` with the codes.
-
-    Writes each row's scale, and the code that stands for 0.0.
-    """
+    """Overwrite each row with codes 0 ... 255 over its range and zero; write its scale and the code that is 0.0."""
     low = rows.amin(-1).clamp_(max=0.0)
     high = rows.amax(-1).clamp_(min=0.0)
     scale = high.sub_(low).div_(255.0)

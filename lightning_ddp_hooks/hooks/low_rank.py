@@ -86,11 +86,7 @@ class MatrixBatch:
 
 
 def make_batches(slots: Sequence[MatrixSlot], *, batched: bool = True) -> list[MatrixBatch]:
-    """Put matrices of one shape at equal distances together (if ``batched``).
-
-    Batches with the same rank and length of left factor follow one another, so that their left factors are one
-    contiguous block.
-    """
+    """Put matrices of one shape at equal distances together (if ``batched``), in the order of `left_blocks`."""
     ordered = sorted(slots, key=lambda s: (s.rank, s.left, s.right, s.rows, s.offset))
     return _in_runs(ordered, batched=batched)
 
@@ -128,7 +124,7 @@ def gaps(slots: Sequence[MatrixSlot], numel: int) -> list[MatrixBatch]:
 
 
 def left_blocks(batches: Sequence[MatrixBatch], factors: Tensor) -> Iterator[Tensor]:
-    """Yield all left factors as few tensors ``(count, rank, left)``, batches of one shape joined."""
+    """Yield all left factors as few tensors ``(count, rank, left)``: those of one shape follow one another."""
     for (rank, left), same in itertools.groupby(batches, key=lambda b: (b.slots[0].rank, b.slots[0].left)):
         joined = list(same)
         yield factors[joined[0].left.start : joined[-1].left.stop].view(-1, rank, left)
@@ -142,8 +138,7 @@ def worth_compressing(rows: int, cols: int, rank: int, min_rate: float) -> bool:
 def matrix_shape(param: Tensor) -> tuple[int, int] | None:
     """Return the shape of a gradient as a matrix as it lies in memory, or None for a vector or scalar.
 
-    The outermost dimension in memory gives the rows, all others the columns; that is (out, in * height * width) for a
-    convolution, in whatever memory format.
+    The outermost dimension in memory gives the rows: (out, in * height * width) for any convolution.
     """
     sizes = [(stride, size) for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1]
     if len(sizes) < 2 or param.numel() == 0:

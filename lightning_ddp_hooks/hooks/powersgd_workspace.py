@@ -27,11 +27,7 @@ _TINY = 1e-20
 
 
 class NonfiniteGuard:
-    """Whether a step's values are finite on all ranks: known to the host if it asks, else a tensor on a device.
-
-    Sums over the ranks are the same on all of them, so they agree without asking. ``before`` is the guard of an earlier
-    sum of the step.
-    """
+    """Whether a step's sums, which all ranks have alike, are finite: known to the host if it asks, else a tensor."""
 
     def __init__(self, summed: Tensor, before: NonfiniteGuard | None = None, *, ask: bool) -> None:
         flag = torch.isfinite(summed.sum())

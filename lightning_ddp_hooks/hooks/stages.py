@@ -36,9 +36,8 @@ class Residuals(NamedTuple):
 class TwoStageKernels:
     """The three steps in torch operations: on any device, for any dtype, with or without noise.
 
-    With the native module, float32 on the CPU without noise is done in C++, each step in one pass over memory. int8 and
-    fp8 give the same bits; with one bit the scales may differ in the last bit, since the magnitudes are added in
-    another order.
+    With the native module, float32 on the CPU without noise is done in C++, each step in one pass over memory. The bits
+    are the same; only with one bit may scales differ in the last bit, since magnitudes are added in another order.
     """
 
     def __init__(self, codec: BlockCodec, native: ModuleType | None = None) -> None:

@@ -137,9 +137,8 @@ class Entries:
 def largest(magnitudes: Tensor, k: int) -> Tensor:
     """Return the indices of the ``k`` largest, in any order; a NaN counts as the largest.
 
-    torch's selection on CPU looks at everything several times. A sample tells a threshold that somewhat more than ``k``
-    elements will pass; selecting from those is four times as fast. If fewer pass, all are looked at. On a device the
-    number of those that pass would have to come to the host, so there it is not done.
+    On the CPU a sample tells a threshold that somewhat more than ``k`` elements will pass; selecting from those is four
+    times as fast. On a device the number of those that pass would have to come to the host.
     """
     numel = magnitudes.numel()
     if magnitudes.is_cpu and numel >= _SAMPLE_FROM and k < numel // 4:
