@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.checkpoint import restore_hook
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
-from lightning_ddp_hooks.hooks.install import install_hook
+from lightning_ddp_hooks.hooks.registry import install_hook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read

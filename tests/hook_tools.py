@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks import BlockQuantize, OneBit
-from lightning_ddp_hooks.hooks.chunks import Chunks
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
-from lightning_ddp_hooks.hooks.kernels import Int8Codec, SignCodec
+from lightning_ddp_hooks.hooks.kernels import Chunks, Int8Codec, SignCodec
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue
@@ -104,7 +103,7 @@ def require_plain(value: object, where: str = "state") -> None:
 def block_hook_bytes(hook: BlockQuantize | OneBit, numel: int, world_size: int) -> int:
     """How many bytes a rank sends to others for a bucket, in both stages."""
     one_bit = isinstance(hook, OneBit)
-    chunks = Chunks.build(numel, world_size, hook.block_size)
+    chunks = Chunks(numel, world_size, hook.block_size)
     return 2 * (world_size - 1) * chunks.message_bytes(SignCodec() if one_bit else Int8Codec())
 
 

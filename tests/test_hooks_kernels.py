@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.hooks.chunks import Chunks
 from lightning_ddp_hooks.hooks.kernels import (
     BlockCodec,
+    Chunks,
     Float8Codec,
     Int8Codec,
     SignCodec,
@@ -144,7 +144,7 @@ def test_affine_codes_span_the_range_of_each_row_and_zero() -> None:
 @pytest.mark.parametrize("numel", [1, 7, 8, 63, 64, 1000, 4096, 100_003])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_chunks_cover_the_bucket_once_and_pad_less_than_a_block_per_rank(numel: int, world_size: int) -> None:
-    chunks = Chunks.build(numel, world_size, 64)
+    chunks = Chunks(numel, world_size, 64)
     assert sum(chunks.count(rank) for rank in range(world_size)) == numel
     assert [chunks.start(rank) for rank in range(world_size)] == sorted(chunks.start(r) for r in range(world_size))
     assert chunks.block <= 64

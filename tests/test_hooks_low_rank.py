@@ -51,8 +51,11 @@ def test_batches_show_each_matrix_once_and_gaps_the_rest(shapes: list[tuple[int,
             its_own = flat[slot.offset : slot.offset + slot.numel].view(slot.rows, slot.cols)
             assert torch.equal(matrix, its_own if slot.rows <= slot.cols else its_own.T)
         seen += view.flatten().tolist()
-    for offset, count, length, distance in gaps(slots, numel):
-        seen += flat.as_strided((count, length), (distance, 1), offset).flatten().tolist()
+    packed = []
+    for gap in gaps(slots, numel):
+        packed += list(range(numel))[gap.right]
+        seen += gap.view(flat).flatten().tolist()
+    assert packed == list(range(len(packed)))
     assert sorted(seen) == flat.tolist()
 
 

@@ -65,23 +65,23 @@ def bind_wrongly() -> list[str]:
     return texts
 
 
-def count_subgroups() -> list[int]:
-    return [Rig(PostLocalSGD(**settings), NUMELS).bound.subgroups for settings, _ in PARTS]  # type: ignore[attr-defined]
+def find_own_parts() -> list[tuple[int, ...]]:
+    return [Rig(PostLocalSGD(**settings), NUMELS).bound._subgroup.ranks for settings, _ in PARTS]  # type: ignore[attr-defined]
 
 
-PARTS: list[tuple[dict[str, Any], int]] = [
-    ({}, 1),  # one host
-    ({"subgroup_size": 4}, 1),
-    ({"subgroups": [[3, 1, 2, 0]]}, 1),
-    ({"subgroup_size": 2}, 2),
-    ({"subgroups": [[0], [1, 2], [3]]}, 3),
-    ({"post_local_gradient_allreduce": False}, 4),
+PARTS: list[tuple[dict[str, Any], list[tuple[int, ...]]]] = [
+    ({}, [(0, 1, 2, 3)]),  # one host
+    ({"subgroup_size": 4}, [(0, 1, 2, 3)]),
+    ({"subgroups": [[3, 1, 2, 0]]}, [(0, 1, 2, 3)]),
+    ({"subgroup_size": 2}, [(0, 1), (2, 3)]),
+    ({"subgroups": [[0], [1, 2], [3]]}, [(0,), (1, 2), (3,)]),
 ]
 
 
 @pytest.mark.ranks
-def test_the_bound_hook_knows_in_how_many_parts_the_ranks_average() -> None:
-    assert run_ranks(count_subgroups, world_size=4) == [[count for _, count in PARTS]] * 4
+def test_each_rank_averages_in_its_part() -> None:
+    for rank, found in enumerate(run_ranks(find_own_parts, world_size=4)):
+        assert found == [next(part for part in parts if rank in part) for _, parts in PARTS]
 
 
 @pytest.mark.ranks

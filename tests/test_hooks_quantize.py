@@ -23,9 +23,9 @@ from lightning_ddp_hooks.hooks import (
     QuantizePerChannel,
     QuantizePerTensor,
     TopK,
+    block_quantize,
     quantization_perchannel_hook,
     quantization_pertensor_hook,
-    stages,
     topk,
 )
 from lightning_ddp_hooks.hooks.registry import resolve_hook
@@ -69,7 +69,7 @@ def conserved(total: list[Tensor], owed: list[Tensor], steps: range, numels: lis
 def reduce_with_all(buckets: int) -> dict[str, list[list[Tensor]]]:
     numels = [37 + 211 * (index % 3) for index in range(buckets)]
     if dist.get_rank() % 2:
-        stages._native = lambda: None  # ranks need not all have the native module  # type: ignore[assignment]
+        block_quantize.native_module = lambda: None  # ranks need not all have the native module  # type: ignore[assignment]
     found = {}
     for name, (hook, _) in LOSSY.items():
         rig = Rig(hook, numels)
@@ -397,7 +397,7 @@ def test_the_functions_do_the_same_on_torchs_ddp_and_on_ours() -> None:
 def held_after_rebuild(name: str, native: bool) -> list[int]:
     """Bytes that the hook holds: with one bucket of everything, with many, and with one of them left."""
     if not native:
-        stages._native = lambda: None  # type: ignore[assignment]
+        block_quantize.native_module = lambda: None  # type: ignore[assignment]
     numels = [1 << 14] * 16
     rig = Rig(LOSSY[name][0] if name in LOSSY else resolve_hook(name) or AllReduce(), numels)
     rig.now = 10_000  # past every warm-up

@@ -8,16 +8,9 @@ from backends import require
 from torch import Tensor
 
 from lightning_ddp_hooks.hooks import stages as stages_module
-from lightning_ddp_hooks.hooks.chunks import Chunks
 from lightning_ddp_hooks.hooks.error_feedback import ResidualUpdate
-from lightning_ddp_hooks.hooks.kernels import BlockCodec, Float8Codec, Int8Codec, SignCodec
-from lightning_ddp_hooks.hooks.stages import (
-    NativeKernels,
-    Residuals,
-    StageBuffers,
-    TwoStageKernels,
-    choose_kernels,
-)
+from lightning_ddp_hooks.hooks.kernels import BlockCodec, Chunks, Float8Codec, Int8Codec, SignCodec
+from lightning_ddp_hooks.hooks.stages import Residuals, StageBuffers, TwoStageKernels
 from lightning_ddp_hooks.reducer.native import build
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to compile
@@ -28,20 +21,20 @@ CODECS = [Int8Codec, SignCodec] + ([Float8Codec] if hasattr(torch, "float8_e4m3f
 def run(stages: TwoStageKernels, codec: BlockCodec, gradient: Tensor, feedback: bool, rank: int) -> dict[str, Tensor]:
     """Play all three steps of one rank of three, with made-up messages from the others."""
     torch.manual_seed(1)
-    chunks = Chunks.build(gradient.numel(), 3, 64)
-    buffers = StageBuffers(chunks, codec, gradient.device)
+    chunks = Chunks(gradient.numel(), 3, 64)
+    buffers = StageBuffers(chunks, codec, rank, gradient.device)
     gradient = gradient.clone()
-    residuals = Residuals(torch.randn_like(gradient), torch.randn(chunks.count(rank))) if feedback else None
+    residuals = Residuals(torch.randn_like(gradient), torch.randn(chunks.count(rank))) if feedback else Residuals()
     carry = ResidualUpdate()
     stages.encode(buffers, gradient, residuals, None)
     buffers.received.bytes.copy_(buffers.sent.bytes[[rank, (rank + 1) % 3, rank]])
-    stages.add_up(buffers, rank, residuals, None)
+    stages.add_up(buffers, residuals, None)
     buffers.received.bytes.copy_(buffers.sent.bytes)
     buffers.received.bytes[rank] = buffers.answer.bytes[0]
     sent, answer = buffers.sent.bytes.clone(), buffers.answer.bytes.clone()
-    stages.finish(buffers, rank, gradient, 1 / 3, residuals, carry)
+    stages.finish(buffers, gradient, 1 / 3, residuals, carry)
     found = {"sent": sent, "answer": answer, "mean": gradient, "sum": buffers.sum, "left": torch.tensor(carry.left_out)}
-    if residuals is not None:
+    if residuals.worker is not None and residuals.server is not None:
         found |= {"worker": residuals.worker, "server": residuals.server}
     return found
 
@@ -53,7 +46,7 @@ def test_native_gives_what_torch_gives(make: type[BlockCodec], feedback: bool) -
     for numel in (1, 9, 64, 1000, 30_000):
         gradient = torch.randn(numel) * torch.logspace(-25, 25, numel)
         for rank in (0, 2):
-            ours = run(NativeKernels(make(), build.load()), make(), gradient, feedback, rank)
+            ours = run(TwoStageKernels(make(), build.load()), make(), gradient, feedback, rank)
             reference = run(TwoStageKernels(make()), make(), gradient, feedback, rank)
             for name, tensor in reference.items():
                 if make is not SignCodec:
@@ -70,8 +63,8 @@ def test_native_shows_a_bad_value_and_leaves_the_residuals_alone(make: type[Bloc
     gradient = torch.randn(1000)
     gradient[130] = bad
     torch.manual_seed(1)
-    worker, server = torch.randn(1000), torch.randn(Chunks.build(1000, 3, 64).count(0))
-    for stages in (NativeKernels(make(), build.load()), TwoStageKernels(make())):
+    worker, server = torch.randn(1000), torch.randn(Chunks(1000, 3, 64).count(0))
+    for stages in (TwoStageKernels(make(), build.load()), TwoStageKernels(make())):
         found = run(stages, make(), gradient, True, 0)
         assert not found["mean"][128:192].isfinite().any()
         assert torch.equal(found["worker"], worker)
@@ -84,7 +77,7 @@ def test_what_native_cannot_take_goes_through_torch() -> None:
     codec = Int8Codec()
     for dtype in (torch.float64, torch.bfloat16):
         gradient = torch.randn(500).to(dtype)
-        ours = run(NativeKernels(codec, build.load()), codec, gradient, True, 1)
+        ours = run(TwoStageKernels(codec, build.load()), codec, gradient, True, 1)
         reference = run(TwoStageKernels(codec), codec, gradient, True, 1)
         for name, tensor in reference.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
@@ -92,8 +85,7 @@ def test_what_native_cannot_take_goes_through_torch() -> None:
 
 def test_without_the_native_module_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages_module.build, "is_built", lambda: False)
-    monkeypatch.setattr(stages_module, "_native", stages_module._native.__wrapped__)
-    assert type(choose_kernels(Int8Codec())) is TwoStageKernels
+    assert stages_module.native_module.__wrapped__() is None
 
 
 @pytest.mark.gpu

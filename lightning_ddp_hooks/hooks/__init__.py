@@ -15,8 +15,13 @@ from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD, PostLocalSGDState, post_local_sgd_hook
-from lightning_ddp_hooks.hooks.powersgd import BatchedPowerSGD, PowerSGD
-from lightning_ddp_hooks.hooks.powersgd_functions import PowerSGDState, batched_powersgd_hook, powersgd_hook
+from lightning_ddp_hooks.hooks.powersgd import (
+    BatchedPowerSGD,
+    PowerSGD,
+    PowerSGDState,
+    batched_powersgd_hook,
+    powersgd_hook,
+)
 from lightning_ddp_hooks.hooks.quantize import (
     QuantizePerChannel,
     QuantizePerTensor,

@@ -14,15 +14,16 @@ from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
+OptionalGroup = comm.ProcessGroup | None
+TensorFuture = torch.futures.Future[torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(ReplicatingHook):
     """The mean of the gradients over the ranks: what the reducer does without a hook, to the last bit.
 
-    It is of use as a part of composed hooks; alone it is the same as no hook. Values are divided before they are
-    summed, so that float16 cannot overflow in the sum.
-
-    Sends 4 bytes per element of a float32 gradient (times 2 (n - 1) / n for n ranks, as in any ring).
+    It is of use as a part of composed hooks. Values are divided before they are summed, so that float16 cannot overflow
+    in the sum. Sends 4 bytes per element of a float32 gradient (times 2 (n - 1) / n for n ranks, as in any ring).
 
     Example:
         >>> PerParameter([Rule(PowerSGD(rank=2), ndim=2)], default=AllReduce())
@@ -36,11 +37,7 @@ class AllReduce(ReplicatingHook):
 
 
 class Mean(BoundHook):
-    """Averages buckets in place; also a part of other hooks.
-
-    Args:
-        comm_dtype: In what to send, if it is narrower than the gradients; None for their dtype.
-    """
+    """Averages buckets in place, sent in ``comm_dtype`` if that is narrower than the gradients."""
 
     name = "AllReduce"
     casts_itself = True
@@ -58,11 +55,11 @@ class Mean(BoundHook):
             if bucket.divisor != 1.0:
                 buffer.mul_(1.0 / bucket.divisor)
             yield requests.AllReduce(buffer)
-            return None
-        narrow = self._workspaces.of(bucket).get("narrow", buffer.numel(), dtype, buffer.device)
-        scale_into(narrow, buffer, 1.0 / bucket.divisor)
-        yield requests.AllReduce(narrow)
-        buffer.copy_(narrow)
+        else:
+            narrow = self._workspaces.of(bucket).get("narrow", buffer.numel(), dtype, buffer.device)
+            scale_into(narrow, buffer, 1.0 / bucket.divisor)
+            yield requests.AllReduce(narrow)
+            buffer.copy_(narrow)
         return None
 
 
@@ -86,9 +83,9 @@ def divisor_of(bucket: Any, group: comm.ProcessGroup) -> float:
     return float(getattr(bucket, "divisor", 0) or comm.world_size(group))
 
 
-def done(value: Tensor) -> torch.futures.Future[torch.Tensor]:
+def done(value: Tensor) -> TensorFuture:
     """Return a future that is done."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future: TensorFuture = torch.futures.Future()
     future.set_result(value)
     return future
 
@@ -99,8 +96,6 @@ class Noop(CommHook):
 
     **For headroom analysis only.** The difference between a step with this hook and one with another is all that faster
     communication could ever gain. The replicas drift apart, so the model that comes out is of no use.
-
-    Sends 0 bytes per element.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook="noop"), max_steps=50)  # how long does a step take without?
@@ -119,14 +114,8 @@ class _BoundNoop(BoundHook):
         yield  # makes this a generator
 
 
-def allreduce_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket over the ranks; by torch's contract, for torch's DDP and for our reducer.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
+def allreduce_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
+    """Average the bucket over the ranks of the group (None: all); by torch's contract.
 
     Example:
         >>> ddp_model.register_comm_hook(None, allreduce_hook)
@@ -136,7 +125,7 @@ def allreduce_hook(
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 
-def noop_hook(_: object, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def noop_hook(_: object, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Leave the gradients as they are, each rank its own. **For headroom analysis only**; see `Noop`.
 
     Example:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import AllReduce, divisor_of, done, narrower, scale_into
+from lightning_ddp_hooks.hooks.allreduce import (
+    AllReduce,
+    OptionalGroup,
+    TensorFuture,
+    divisor_of,
+    done,
+    narrower,
+    scale_into,
+)
 from lightning_ddp_hooks.hooks.contract import (
     BindContext,
     BoundHook,
@@ -25,13 +33,9 @@ from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
-_DTYPES = {
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
+_DTYPES = dict.fromkeys(("float16", "fp16", "half"), torch.float16) | dict.fromkeys(
+    ("bfloat16", "bf16"), torch.bfloat16
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,10 @@ class Cast(CommHook):
 
     The mean (no ``inner``) divides before it casts, so that float16 cannot overflow in the sum. `PowerSGD` sends its
     factors in 16 bits and keeps what the rounding lost in its residuals; any other hook is handed a bucket in 16
-    bits. Gradients that have 16 bits already are left as they are.
-
-    Sends half of what ``inner`` would; 2 bytes per element for the mean.
+    bits. Gradients that have 16 bits already are left as they are. Sends half of what ``inner`` would.
 
     Args:
-        inner: Hook whose messages are to be shorter: a short name, a `CommHook`, a pair ``(state, hook)``, or
-            None for the mean.
+        inner: Hook to cast for: a short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
         dtype: ``"float16"``, ``"bfloat16"`` or the ``torch.dtype``. float16 rounds to 11 bits and overflows at 65504,
             bfloat16 to 8 bits with float32's range.
         accumulate: ``"wire"`` sums in ``dtype``, which rounds once for each rank. ``"float32"`` sends each part to one
@@ -55,7 +56,7 @@ class Cast(CommHook):
 
     Raises:
         TypeError: ``inner`` is nothing that can be a hook, or ``dtype`` is neither name nor dtype.
-        ValueError: another dtype, another value of ``accumulate``, or ``accumulate="float32"`` with an inner hook.
+        ValueError: Another dtype, another value of ``accumulate``, or ``accumulate="float32"`` with an inner hook.
 
     Example:
         >>> Trainer(strategy=DDPHooksStrategy(comm_hook=Cast(PowerSGD(rank=2), "bfloat16")))
@@ -66,12 +67,11 @@ class Cast(CommHook):
     accumulate: Literal["wire", "float32"] = field(default="wire", kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check all settings."""
         _comm_dtype(self.dtype)
         declared = resolve_hook(self.inner)
         if self.accumulate not in ("wire", "float32"):
             raise ValueError(f"Expected `accumulate` to be 'wire' or 'float32', got {self.accumulate!r}.")
-        if self.accumulate == "float32" and not (declared is None or isinstance(declared, AllReduce)):
+        if self.accumulate == "float32" and declared is not None:  # the mean is None
             raise ValueError(
                 f"accumulate='float32' replaces the sum of the mean; {type(declared).__name__} has sums of its own. "
                 "Leave `accumulate` at 'wire', or leave out `inner`."
@@ -102,13 +102,10 @@ def bind_with_cast(hook: CommHook, context: BindContext) -> BoundHook:
 
 
 def _comm_dtype(dtype: object) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        found: torch.dtype | None = dtype if dtype in _DTYPES.values() else None
-    elif isinstance(dtype, str):
-        found = _DTYPES.get(dtype.removeprefix("torch."))
-    else:
+    if not isinstance(dtype, (str, torch.dtype)):
         raise TypeError(f"Expected `dtype` to be a name or a torch.dtype, got {type(dtype).__name__}.")
-    if found is None:
+    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found is None or found not in _DTYPES.values():
         raise ValueError(f"Expected `dtype` to be 'float16' or 'bfloat16', got {dtype!r}.")
     return found
 
@@ -167,15 +164,13 @@ class _BoundFloat32Sum(BoundHook):
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer, world_size, workspace = bucket.buffer(), self._world_size, self._workspaces.of(bucket)
-        dtype = narrower(buffer.dtype, self._dtype)
-        numel, device = buffer.numel(), buffer.device
+        numel, device, dtype = buffer.numel(), buffer.device, narrower(buffer.dtype, self._dtype)
         part = -(-numel // world_size)
         sent = workspace.get("sent", part * world_size, dtype, device)
         received = workspace.get("received", part * world_size, dtype, device)
         sent[:numel].copy_(buffer)  # undivided: nothing is summed in 16 bits, and small values keep their place
         sent[numel:].zero_()
         yield requests.AllToAll(sent, received)
-
         total = workspace.get("sum", part, torch.promote_types(dtype, torch.float32), device)
         rows = received.view(world_size, part)
         total.copy_(rows[0])
@@ -188,14 +183,8 @@ class _BoundFloat32Sum(BoundHook):
         return None
 
 
-def fp16_compress_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Average in float16, divided before the cast; by torch's contract, for torch's DDP and for our reducer.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
+def fp16_compress_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
+    """Average over the ranks of the group (None: all) in float16, divided before the cast; by torch's contract.
 
     Example:
         >>> ddp_model.register_comm_hook(None, fp16_compress_hook)
@@ -203,14 +192,8 @@ def fp16_compress_hook(
     return _mean_in(torch.float16, process_group, bucket)
 
 
-def bf16_compress_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Average in bfloat16; by torch's contract. torch's DDP refuses hooks of this name on gloo, our reducer does not.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
+def bf16_compress_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
+    """Average in bfloat16, as `fp16_compress_hook`; torch's DDP refuses hooks of this name on gloo.
 
     Example:
         >>> model.register_comm_hook(None, bf16_compress_hook)
@@ -218,13 +201,11 @@ def bf16_compress_hook(
     return _mean_in(torch.bfloat16, process_group, bucket)
 
 
-def _mean_in(dtype: torch.dtype, process_group: comm.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
-    group = comm.resolve_group(process_group)
-    buffer = bucket.buffer()
+def _mean_in(dtype: torch.dtype, process_group: OptionalGroup, bucket: Any) -> TensorFuture:
+    group, buffer = comm.resolve_group(process_group), bucket.buffer()
     narrow = torch.empty_like(buffer, dtype=narrower(buffer.dtype, dtype))
     scale_into(narrow, buffer, 1.0 / divisor_of(bucket, group))
-    work = comm.all_reduce(narrow, group)
-    return work.get_future().then(lambda future: buffer.copy_(future.value()[0]))
+    return comm.all_reduce(narrow, group).get_future().then(lambda future: buffer.copy_(future.value()[0]))
 
 
 def fp16_compress_wrapper(hook: HookFunction) -> HookFunction:
@@ -246,24 +227,26 @@ def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
 
 
 def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
-    def wrapped(state: object, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+    def wrapped(state: object, bucket: comm.TorchGradBucket) -> TensorFuture:
         buffer = bucket.buffer()
         bucket.set_buffer(buffer.to(narrower(buffer.dtype, dtype)))
         returned = hook(state, bucket)
         if isinstance(returned, Tensor):
             return done(buffer.copy_(returned.view(-1)))
-        then: Callable[..., torch.futures.Future[torch.Tensor]] = returned.then
-        return then(lambda future: buffer.copy_(_first(future.value()).view(-1)))
+        then: Callable[..., TensorFuture] = returned.then
 
+        def copy_back(future: torch.futures.Future[Any]) -> Tensor:
+            value = future.value()
+            reduced: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+            return buffer.copy_(reduced.view(-1))
+
+        return then(copy_back)
+
+    shown = str(dtype).removeprefix("torch.")
     wrapped.__module__ = getattr(hook, "__module__", __name__)  # it reads the divisor if the hook inside does
-    wrapped.__name__ = f"{str(dtype).removeprefix('torch.')}_{getattr(hook, '__name__', 'hook')}"
-    wrapped.__qualname__ = f"{str(dtype).removeprefix('torch.')}({hook_name(hook)})"
+    wrapped.__name__ = f"{shown}_{getattr(hook, '__name__', 'hook')}"
+    wrapped.__qualname__ = f"{shown}({hook_name(hook)})"
     return wrapped
-
-
-def _first(value: Any) -> Tensor:
-    tensor: Tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return tensor
 
 
 SHORT_NAMES["fp16"] = partial(Cast, dtype="float16")

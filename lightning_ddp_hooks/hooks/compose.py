@@ -50,7 +50,6 @@ class Rule:
     ndim: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check that the hook is one, and that something is asked for."""
         require_types(self, whole=("min_numel", "ndim"))
         if not isinstance(self.pattern, (str, type(None))):
             raise TypeError(f"Expected a text for `pattern`, got {self.pattern!r}.")
@@ -63,14 +62,12 @@ class Rule:
 
     def matches(self, name: str, param: Tensor) -> bool:
         """Tell whether the rule is for this parameter."""
-        return (
-            (self.pattern is None or fnmatchcase(name, self.pattern))
-            and (self.min_numel is None or param.numel() >= self.min_numel)
-            and (self.ndim is None or param.dim() == self.ndim)
-        )
+        named = self.pattern is None or fnmatchcase(name, self.pattern)
+        large = self.min_numel is None or param.numel() >= self.min_numel
+        return named and large and (self.ndim is None or param.dim() == self.ndim)
 
     def text(self) -> str:
-        """Name the rule in a message by what was asked for, without the hook's settings."""
+        """Name the rule in a message, without the hook's settings."""
         hook = self.hook[1] if isinstance(self.hook, (tuple, list)) else self.hook
         shown = repr(hook) if hook is None or isinstance(hook, str) else hook_name(hook)
         asked = ((name, getattr(self, name)) for name in ("pattern", "min_numel", "ndim"))
@@ -99,7 +96,6 @@ class PerParameter(CommHook):
     default: HookLike | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check rules and default."""
         if not isinstance(self.rules, Sequence):
             raise TypeError(f"Expected a list of Rule objects for `rules`, got {type(self.rules).__name__}.")
         for rule in self.rules:
@@ -157,14 +153,11 @@ class _BoundPerParameter(_Composed):
         self._rules = list(config.rules)
         named = list(zip(context.names, context.params, strict=True))
         children: list[BoundHook] = []
-        for position, hook in enumerate([*(rule.hook for rule in self._rules), config.default]):
+        for position, hook in enumerate(config.inner_hooks()):
             its_own = [(name, param) for name, param in named if self._rule_of(name, param) == position]
             if not its_own and position < len(self._rules) and context.rank == 0:
-                rule = self._rules[position].text()
-                warnings.warn(
-                    f"No trainable parameter is left for rule {position} of PerParameter, {rule}.",
-                    stacklevel=2,
-                )
+                rule = f"rule {position} of PerParameter, {self._rules[position].text()}"
+                warnings.warn(f"No trainable parameter is left for {rule}.", stacklevel=2)
             part = replace(context, names=[name for name, _ in its_own], params=[param for _, param in its_own])
             children.append(bind_with_cast(resolve_hook(hook) or AllReduce(), part))
         super().__init__(children)
@@ -183,22 +176,14 @@ class _BoundPerParameter(_Composed):
         if len(parts) == 1:
             return (yield from phases_of(self._children[parts[0].child], bucket))
         gradients = bucket.gradients()
-        views = [part.copy_in(bucket, gradients) for part in parts]
-        yield from _side_by_side(
-            [
-                part.copy_back(view, gradients, phases_of(self._children[part.child], view))
-                for part, view in zip(parts, views, strict=True)
-            ]
-        )
+        yield from _side_by_side([part.reduce(self._children[part.child], bucket, gradients) for part in parts])
         return None
 
     def _split(self, bucket: GradBucket) -> list[_Part]:
         params = bucket.parameters()
         owners = [self._rule_of(name, param) for name, param in zip(bucket.names, params, strict=True)]
-        return [
-            _Part(child, [n for n, owner in enumerate(owners) if owner == child], params)
-            for child in sorted(set(owners))
-        ]
+        positions = {child: [n for n, owner in enumerate(owners) if owner == child] for child in sorted(set(owners))}
+        return [_Part(child, its_own, params) for child, its_own in positions.items()]
 
 
 class _Part:
@@ -210,8 +195,8 @@ class _Part:
         self._params = [params[position] for position in positions]
         self._storage: Bucket | None = None
 
-    def copy_in(self, bucket: GradBucket, gradients: Sequence[Tensor]) -> GradBucket:
-        """Return a bucket with copies of the part's gradients."""
+    def reduce(self, hook: BoundHook, bucket: GradBucket, gradients: Sequence[Tensor]) -> Phases:
+        """Run the part's hook on a bucket with copies of its gradients, and copy the reduced ones back."""
         if self._storage is None:
             layout = BucketLayout.build(range(len(self._params)), self._params)
             self._storage = Bucket(replace(layout, dtype=bucket.buffer().dtype), self._params)
@@ -220,11 +205,7 @@ class _Part:
         names = tuple(bucket.names[position] for position in self._positions)
         part = GradBucket(self._storage, bucket.index(), bucket.is_last(), names, bucket.divisor)
         part.unused = bucket.unused
-        return part
-
-    def copy_back(self, part: GradBucket, gradients: Sequence[Tensor], phases: Phases) -> Phases:
-        """Run the part's hook, and copy the reduced gradients back."""
-        result = yield from phases
+        result = yield from phases_of(hook, part)
         if result is not None:
             part.set_buffer(result.view(-1))
         for gradient, position in zip(part.gradients(), self._positions, strict=True):
@@ -234,6 +215,7 @@ class _Part:
 
 def _side_by_side(running: Sequence[Phases]) -> Generator[requests.Request, Any, None]:
     """Run several generators of requests, each one's next request together with the others'."""
+    places = (requests.InOrder, requests.EndOfBackward)  # in the order of buckets, which all parts share
     answers: dict[int, Any] = dict.fromkeys(range(len(running)))
     while answers:
         asked: dict[int, requests.Request] = {}
@@ -241,14 +223,10 @@ def _side_by_side(running: Sequence[Phases]) -> Generator[requests.Request, Any,
             with suppress(StopIteration):
                 asked[n] = running[n].send(answer)
         answers = dict.fromkeys(asked)
-        for kind in (requests.InOrder, requests.EndOfBackward):  # places in the order of buckets, which all parts share
+        for kind in places:
             if any(isinstance(request, kind) for request in asked.values()):
                 yield kind()
-        together = {
-            n: request
-            for n, request in asked.items()
-            if not isinstance(request, (requests.InOrder, requests.EndOfBackward))
-        }
+        together = {n: request for n, request in asked.items() if not isinstance(request, places)}
         if together:
             answers.update(zip(together, (yield requests.Together(list(together.values()))), strict=True))
 
@@ -266,7 +244,6 @@ class Stage:
     hook: HookLike | None
 
     def __post_init__(self) -> None:
-        """Check both."""
         require_types(self, whole=("step",))
         if self.step < 0:
             raise ValueError(f"Expected `step` of at least 0, got {self.step}.")
@@ -294,7 +271,6 @@ class Schedule(CommHook):
     stages: Sequence[Stage]
 
     def __post_init__(self) -> None:
-        """Check the stages."""
         if not isinstance(self.stages, Sequence):
             raise TypeError(f"Expected a list of Stage objects for `stages`, got {type(self.stages).__name__}.")
         for stage in self.stages:

@@ -1,7 +1,7 @@
 """What a communication hook is, and what it is bound to.
 
 Three forms of one thing:
-  * a function ``hook(state, bucket) -> Future[Tensor] | Tensor``: torch's contract (`FunctionHook` runs it);
+  * a function ``hook(state, bucket) -> Future[Tensor] | Tensor``: torch's contract (`TorchHook` runs it);
   * a `CommHook`: what a user declares; picklable, and it holds no process group;
   * a `BoundHook`: a `CommHook` at setup, with its state; a generator of requests (reducer/requests.py), which a queue
     carries out in an order that is the same on all ranks (reducer/queue.py).
@@ -18,9 +18,7 @@ from torch import Tensor
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.in_flight_bucket import check_result as check_result
-from lightning_ddp_hooks.reducer.in_flight_bucket import describe as describe
 from lightning_ddp_hooks.reducer.in_flight_bucket import phases_of as phases_of
-from lightning_ddp_hooks.reducer.issue import is_done as is_done
 from lightning_ddp_hooks.reducer.requests import Phases as Phases
 from lightning_ddp_hooks.reducer.requests import Subgroup as Subgroup
 
@@ -36,10 +34,9 @@ class BindContext:
         names: Names of the parameters, in the reducer's order.
         params: The parameters themselves.
         step: Returns the current training step (the clock of the strategy).
-        subgroup: Makes groups of parts of the ranks and returns this rank's part, for requests that are limited to it;
-            collective. See `CollectiveQueue.subgroup`.
-        comm_dtype: Dtype in which a hook that can choose is to send what it would send in floating point (`Cast` sets
-            it); None for the dtype of the gradients. See `BoundHook.casts_itself`.
+        subgroup: Makes groups of parts of the ranks and returns this rank's part, to limit requests to; collective.
+        comm_dtype: Dtype in which a hook that can choose is to send floating point, set by `Cast`; None for that of the
+            gradients. See `BoundHook.casts_itself`.
     """
 
     control_group: comm.ProcessGroup
@@ -109,11 +106,7 @@ class BoundHook(ABC):
         return {}
 
     def rescale(self, factor: float) -> None:  # noqa: B027  (most hooks keep nothing)
-        """Multiply what is kept of earlier gradients, since a GradScaler has changed the scale of the loss.
-
-        Args:
-            factor: New scale divided by the old one.
-        """
+        """Multiply what is kept of earlier gradients by a loss's new scale over the old one (of a GradScaler)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on: tensors, str, int, float, bool, None, list and dict only. Collective."""
@@ -160,9 +153,8 @@ class CommHook(ABC):
     def replicas_differ_from(self) -> int | None:
         """Return the first step from which ranks may get different gradients, or hold different models; None for never.
 
-        The default is 0, since nothing is known of a hook that does not say: a sharded optimizer, which steps each
-        parameter on one rank for all, refuses it, and replicas are not compared. A hook that gives all ranks the same
-        result overrides this to return None.
+        The default is 0, since nothing is known of a hook that does not say: a sharded optimizer refuses it, and
+        replicas are not compared. A hook that gives all ranks the same result overrides this to return None.
         """
         return 0
 
@@ -173,8 +165,7 @@ class CommHook(ABC):
         short names, or is no dataclass, returns them here.
         """
         declared: Any = self
-        entries = fields(declared) if is_dataclass(declared) else ()
-        values = [getattr(self, entry.name, None) for entry in entries]
+        values = [getattr(self, entry.name, None) for entry in (fields(declared) if is_dataclass(declared) else ())]
         flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
         return [value for value in flat if isinstance(value, CommHook)]
 
@@ -196,8 +187,8 @@ def declaration_text(hook: object) -> str:
     if isinstance(hook, Mapping):
         return "{" + ", ".join(f"{declaration_text(key)}: {declaration_text(its)}" for key, its in hook.items()) + "}"
     if is_dataclass(hook) and not isinstance(hook, type):
-        there = [entry.name for entry in fields(hook) if hasattr(hook, entry.name)]
-        inside = ", ".join(f"{name}={declaration_text(getattr(hook, name))}" for name in there)
+        names = (entry.name for entry in fields(hook) if hasattr(hook, entry.name))
+        inside = ", ".join(f"{name}={declaration_text(getattr(hook, name))}" for name in names)
         return f"{type(hook).__qualname__}({inside})"
     return hook_name(hook)
 
@@ -211,17 +202,7 @@ def hook_name(hook: object) -> str:
 def require_types(
     declaration: object, *, whole: Sequence[str] = (), numbers: Sequence[str] = (), flags: Sequence[str] = ()
 ) -> None:
-    """Check the types of a declaration's settings; None will do where it is the default.
-
-    Args:
-        declaration: A dataclass.
-        whole: Names of settings that are whole numbers.
-        numbers: Names of settings that are any numbers.
-        flags: Names of settings that are True or False.
-
-    Raises:
-        TypeError: A setting of another type; names it.
-    """
+    """Check the types of a dataclass's settings by their names; None will do where it is the default."""
     for names, kinds, expected in (
         (whole, (int,), "a whole number"),
         (numbers, (int, float), "a number"),
@@ -229,7 +210,6 @@ def require_types(
     ):
         for name in names:
             value = getattr(declaration, name)
-            if value is None and getattr(type(declaration), name, 0) is None:
-                continue
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            default = value is None and getattr(type(declaration), name, 0) is None
+            if not default and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise TypeError(f"Expected {expected} for `{name}`, got {value!r}.")

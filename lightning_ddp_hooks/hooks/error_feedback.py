@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.state import mean_over_ranks
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook
+from lightning_ddp_hooks.hooks.kernels import Chunks
+from lightning_ddp_hooks.hooks.state import mean_over_ranks, tagged, untagged
 from lightning_ddp_hooks.hooks.workspace import PerBucket
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
@@ -30,11 +33,9 @@ class ErrorFeedback:
         >>> residual.copy_(total - what_was_sent)      # in place: the tensor is the memory
 
     The residuals are found by the names of parameters. When buckets are rebuilt, or parameters are frozen, each
-    residual moves to the bucket in which its parameter lies now; asking is one look-up otherwise. Values are in the
-    units of the bucket's gradients, that is, not divided by the number of ranks. float16 and bfloat16 gradients have
-    float32 residuals.
-
-    A complex parameter takes two real elements for each of its own, as in the bucket.
+    residual moves to the bucket in which its parameter lies now. Values are in the units of the bucket's gradients,
+    that is, not divided by the number of ranks. float16 and bfloat16 gradients have float32 residuals. A complex
+    parameter takes two real elements for each of its own, as in the bucket.
     """
 
     def __init__(self) -> None:
@@ -50,24 +51,21 @@ class ErrorFeedback:
         """Move the residuals of a bucket's parameters into one flat tensor."""
         buffer = bucket.buffer()
         flat = torch.zeros(buffer.numel(), dtype=residual_dtype(buffer.dtype), device=buffer.device)
-        for name, offset, numel in slots_of(bucket):
+        for name, offset, numel in _slots_of(bucket):
             residual = flat[offset : offset + numel]
             before = self._residuals.get(name)
             if before is not None:
-                require_numel(name, numel, before)
+                _require_numel(name, numel, before)
                 residual.copy_(before)
             self._residuals[name] = residual
         return flat
 
     def preserve_unused(self, bucket: GradBucket) -> AbstractContextManager[None]:
-        """Keep the residuals of parameters that no rank has used as they are, whatever is written meanwhile.
-
-        What is reduced for them is thrown away, so that nothing of their residuals counts as sent.
-        """
+        """Keep the residuals of parameters that no rank has used, since what is reduced for them is thrown away."""
         if not bucket.unused:
-            return _NOTHING_PRESERVED
+            return nullcontext()
         self.of(bucket)
-        return preserve([self._residuals[name] for name in bucket.names if name in bucket.unused])
+        return _preserve([self._residuals[name] for name in bucket.names if name in bucket.unused])
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals."""
@@ -84,28 +82,112 @@ class ErrorFeedback:
         return dict(self._residuals)
 
     def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
-        """Return the mean over the ranks of each residual, by name, flat, on the CPU; collective.
-
-        Args:
-            control_group: CPU group over all ranks.
-        """
+        """Return the mean of each residual over the ranks of a CPU group, by name, flat, on the CPU; collective."""
         return mean_over_ranks(self._residuals, control_group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore residuals that `state_dict` returned; what is not in ``state`` begins at zero.
-
-        Raises:
-            ValueError: A residual has another size than its parameter.
-        """
+        """Restore residuals that `state_dict` returned, of the same sizes; what is not in ``state`` begins at zero."""
         for name, residual in self._residuals.items():
             if name in state:
-                require_numel(name, residual.numel(), state[name])
+                _require_numel(name, residual.numel(), state[name])
                 residual.copy_(state[name].view(-1))
             else:
                 residual.zero_()
-        for name, loaded in state.items():
-            if name not in self._residuals:
-                self._residuals[name] = loaded.detach().clone().view(-1)
+        for name in state.keys() - self._residuals.keys():
+            self._residuals[name] = state[name].detach().clone().view(-1)
+
+
+@dataclass
+class _ChunkResidual:
+    """What a rank has not sent of the sum of its chunk of one bucket."""
+
+    names: tuple[str, ...]
+    slots: list[tuple[str, int, int]]  # name, offset in the bucket, length
+    start: int  # of the chunk in the bucket
+    residual: Tensor
+
+    def pieces(self) -> Iterator[tuple[str, int, int, Tensor]]:
+        """Yield for each parameter its name, its length, where in it a piece of the residual belongs, and the piece."""
+        for name, offset, numel in self.slots:
+            first = max(offset, self.start)
+            last = max(first, min(offset + numel, self.start + self.residual.numel()))
+            yield name, numel, first - offset, self.residual[first - self.start : last - self.start]
+
+
+class ServerResiduals:
+    """Residuals of the second stage: what a rank did not send of the sums that it makes, by bucket."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._chunks: dict[int, _ChunkResidual] = {}
+        # Pieces of parameters whose bucket is gone: name -> (length, [(where, piece)]). All ranks have the same names.
+        self._retired: dict[str, tuple[int, list[tuple[int, Tensor]]]] = {}
+        # Residuals from a checkpoint, whole and in the units of the mean, until their bucket asks for them.
+        self._loaded: dict[str, Tensor] = {}
+
+    def of(self, bucket: GradBucket, chunks: Chunks, worker_residual: Tensor) -> Tensor:
+        """Return the residual of this rank's chunk; what is written into it is kept.
+
+        ``worker_residual``, that of the bucket in the first stage, gets what is left of buckets that are gone.
+        """
+        known = self._chunks.get(bucket.index())
+        if known is not None and known.names == bucket.names:
+            return known.residual
+        for index, chunk in list(self._chunks.items()):
+            if index == bucket.index() or not set(bucket.names).isdisjoint(chunk.names):
+                self._retire(self._chunks.pop(index))
+        residual = torch.zeros(chunks.count(self._rank), dtype=torch.float32, device=worker_residual.device)
+        fresh = _ChunkResidual(bucket.names, list(_slots_of(bucket)), chunks.start(self._rank), residual)
+        for name, numel, where, piece in fresh.pieces():
+            loaded = self._loaded.pop(name, None)
+            if loaded is not None:
+                _require_numel(name, numel, loaded)
+                piece.copy_(loaded[where : where + piece.numel()]).mul_(self._world_size)
+        for name, offset, _ in fresh.slots:
+            for where, piece in self._retired.pop(name, (0, []))[1]:
+                begin = offset + where
+                worker_residual[begin : begin + piece.numel()].add_(piece)
+        self._chunks[bucket.index()] = fresh
+        return residual
+
+    def preserve_unused(self, bucket: GradBucket) -> AbstractContextManager[None]:
+        """Keep the residuals of parameters that no rank has used; see `ErrorFeedback.preserve_unused`. After `of`."""
+        if not bucket.unused:
+            return nullcontext()
+        pieces = self._chunks[bucket.index()].pieces()
+        return _preserve([piece for name, _, _, piece in pieces if name in bucket.unused])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        retired = [piece for _, pieces in self._retired.values() for _, piece in pieces]
+        for residual in (*(chunk.residual for chunk in self._chunks.values()), *retired, *self._loaded.values()):
+            residual.mul_(factor)
+
+    def _retire(self, chunk: _ChunkResidual) -> None:
+        for name, numel, where, piece in chunk.pieces():
+            pieces = self._retired.setdefault(name, (numel, []))[1]
+            if piece.numel():
+                pieces.append((where, piece.clone()))  # not all of the old residual
+
+    def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
+        """Return the residuals of all ranks put together, by name, in the units of the mean; collective."""
+        whole: dict[str, Tensor] = {}
+        for chunk in self._chunks.values():
+            for name, numel, where, piece in chunk.pieces():
+                whole[name] = torch.zeros(numel, dtype=torch.float32)
+                whole[name][where : where + piece.numel()] = piece
+        for name, (numel, pieces) in self._retired.items():
+            whole[name] = torch.zeros(numel, dtype=torch.float32)
+            for where, piece in pieces:
+                whole[name][where : where + piece.numel()] += piece.cpu()
+        means = mean_over_ranks(whole, control_group)
+        return {**{name: value.clone() for name, value in self._loaded.items()}, **means}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._chunks.clear()
+        self._retired.clear()
+        self._loaded = {name: value.detach().clone().view(-1) for name, value in state.items()}
 
 
 class ResidualUpdate:
@@ -113,12 +195,11 @@ class ResidualUpdate:
 
     [Note: non-finite gradients] An Inf or a NaN in a residual would come back in every later step. A residual is
     therefore updated only when the bucket's *reduced* result is finite. Every rank has that result, so all ranks decide
-    alike and without a collective; the result itself stays non-finite, for a gradient scaler to see. Where the scaler
-    skips the step, the residuals are what they were before it.
+    alike and without a collective; the result itself stays non-finite, for a gradient scaler to see and skip the step.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[torch.device, Tensor] = {}
+        self._counts: dict[torch.device, Tensor | int] = {}
 
     @property
     def left_out(self) -> int:
@@ -127,14 +208,11 @@ class ResidualUpdate:
 
     @left_out.setter
     def left_out(self, value: Any) -> None:
-        self._counts = {torch.device("cpu"): torch.tensor(int(value))}
+        self._counts = {torch.device("cpu"): int(value)}
 
     def count(self, finite: Tensor) -> None:
         """Note whether a bucket's result was finite (one boolean on the bucket's device)."""
-        known = self._counts.get(finite.device)
-        if known is None:
-            known = self._counts[finite.device] = torch.zeros((), dtype=torch.int64, device=finite.device)
-        known.add_(~finite)
+        self._counts[finite.device] = self._counts.get(finite.device, 0) + ~finite
 
     def apply(self, residual: Tensor, gradient: Tensor, sent: Tensor, finite: Tensor) -> None:
         """Set ``residual`` to ``residual + gradient - sent`` in place, if ``finite`` (one boolean on its device)."""
@@ -145,11 +223,47 @@ class ResidualUpdate:
             torch.where(finite, (residual + gradient).sub_(sent), residual, out=residual)
 
 
-_NOTHING_PRESERVED = nullcontext()
+class FeedbackHook(BoundHook):
+    """Base of hooks that keep what they did not send, if ``feedback``: residuals by their name in a checkpoint."""
+
+    def __init__(
+        self, name: str, context: BindContext, feedback: bool, residuals: Mapping[str, ErrorFeedback | ServerResiduals]
+    ) -> None:
+        self.name = name
+        self.keeps_state = feedback
+        self._control_group = context.control_group
+        self._residuals = residuals
+        self._update = ResidualUpdate()
+
+    def stats(self) -> dict[str, Any]:
+        """Return how often the residuals were left as they were; waits for the device."""
+        return {"left_out": self._update.left_out} if self.keeps_state else {}
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        for residuals in self._residuals.values():
+            residuals.rescale(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean residuals; collective."""
+        if not self.keeps_state:
+            return {}
+        means = {name: residuals.state_dict(self._control_group) for name, residuals in self._residuals.items()}
+        return tagged(self.name, {**means, "left_out": self._update.left_out})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the residuals, at any number of ranks and with any buckets."""
+        if not self.keeps_state or not state:
+            super().load_state_dict(state)
+            return
+        content = untagged(self.name, state)
+        for name, residuals in self._residuals.items():
+            residuals.load_state_dict(content[name])
+        self._update.left_out = content["left_out"]
 
 
 @contextmanager
-def preserve(residuals: Sequence[Tensor]) -> Iterator[None]:
+def _preserve(residuals: Sequence[Tensor]) -> Iterator[None]:
     """Put zeros in the place of residuals, and the residuals back at the end."""
     kept = [residual.clone() for residual in residuals]
     for residual in residuals:
@@ -166,7 +280,7 @@ def residual_dtype(gradient: torch.dtype) -> torch.dtype:
     return gradient if gradient.itemsize >= 4 else torch.float32
 
 
-def slots_of(bucket: GradBucket) -> Iterator[tuple[str, int, int]]:
+def _slots_of(bucket: GradBucket) -> Iterator[tuple[str, int, int]]:
     """Yield name, offset in the buffer and length in real elements of each parameter."""
     offset = 0
     for name, param in zip(bucket.names, bucket.parameters(), strict=True):
@@ -175,8 +289,7 @@ def slots_of(bucket: GradBucket) -> Iterator[tuple[str, int, int]]:
         offset += numel
 
 
-def require_numel(name: str, expected: int, found: Tensor) -> None:
-    """Raise unless a residual from a checkpoint has as many elements as its parameter."""
+def _require_numel(name: str, expected: int, found: Tensor) -> None:
     if found.numel() != expected:
         raise ValueError(
             f"Expected a residual of {expected} elements for parameter {name!r}, found {found.numel()} in the "

@@ -12,21 +12,17 @@ from lightning_ddp_hooks.hooks.contract import (
     HookFunction,
     Phases,
     check_result,
-    describe,
     hook_name,
     require_types,
 )
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
-_QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
 # Of torch's hooks and ours, those that issue one collective and none from a callback.
 _ONE_COLLECTIVE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
-# Ours only: torch's hooks of these names issue a second collective from a callback.
-_OURS_ONE_COLLECTIVE = _QUANTIZATION | {"post_local_sgd_hook"}
+_QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
+_POWERSGD = {"powersgd_hook", "powerSGD_hook", "batched_powersgd_hook", "batched_powerSGD_hook"}
 _STATELESS = _ONE_COLLECTIVE | _QUANTIZATION
-_SAME_ON_ALL_RANKS = _STATELESS - {"noop_hook"} | {"powersgd_hook", "powerSGD_hook"}
-_SAME_ON_ALL_RANKS |= {"batched_powersgd_hook", "batched_powerSGD_hook"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +35,8 @@ class TorchHook(CommHook):
         hook: Function; see https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
         state: Object that is handed to each call untouched.
         one_at_a_time: Start a bucket only when the one before it is done. None decides: False for those of torch's
-            hooks that issue one collective, else True, since a hook that issues collectives from completion callbacks
-            (torch's PowerSGD) mixes up ranks when several buckets are in flight.
+            hooks that issue one collective, else True, since collectives from completion callbacks (torch's PowerSGD)
+            mix up ranks when several buckets are in flight.
         reads_divisor: Whether the function divides by ``bucket.divisor`` and not by the number of ranks, which differ
             under `DataParallel.join` only; the result of one that does not is rescaled then. None decides: True for our
             functions, else False.
@@ -59,41 +55,34 @@ class TorchHook(CommHook):
     reads_divisor: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check that the hook can be called."""
         if not callable(self.hook):
             raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
         require_types(self, flags=("one_at_a_time", "reads_divisor"))
 
     def replicas_differ_from(self) -> int | None:
-        """Return None for the functions of torch and of this package that are known to be the same on all ranks.
-
-        Of any other function nothing is known: 0.
-        """
+        """Return None for functions of torch and of this package that give all ranks the same; 0 for unknown ones."""
         if self._is_named("post_local_sgd_hook", "post_localSGD_hook"):
-            return int(getattr(self.state, "start_localSGD_iter" if self._is_torchs() else "start_local_sgd_iter", 0))
-        return None if self._is_named(*_SAME_ON_ALL_RANKS) else 0
+            setting = "start_localSGD_iter" if self._is_from("torch") else "start_local_sgd_iter"
+            return int(getattr(self.state, setting, 0))
+        return None if self._is_named(*(_STATELESS - {"noop_hook"}), *_POWERSGD) else 0
 
     def bind(self, context: BindContext) -> BoundHook:
         """Wrap the function; its state is its own."""
-        serial, reads = self.one_at_a_time, self.reads_divisor
-        if serial is None:
-            simple = self._is_named(*_ONE_COLLECTIVE) or (self._is_ours() and self._is_named(*_OURS_ONE_COLLECTIVE))
-            serial = not simple
-        if reads is None:
-            reads = self._is_ours()
+        serial, ours = self.one_at_a_time, self._is_from("lightning_ddp_hooks")
+        if serial is None:  # torch's hooks of the other names issue a second collective from a callback
+            serial = not self._is_named(*_ONE_COLLECTIVE, *((*_QUANTIZATION, "post_local_sgd_hook") if ours else ()))
+        reads = ours if self.reads_divisor is None else self.reads_divisor
         bound = _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
         bound.keeps_state = not self._is_named(*_STATELESS)
         return bound
 
-    def _is_ours(self) -> bool:
-        return (getattr(self.hook, "__module__", "") or "").startswith("lightning_ddp_hooks.")
-
-    def _is_torchs(self) -> bool:
-        return (getattr(self.hook, "__module__", "") or "").startswith("torch.")
+    def _is_from(self, package: str) -> bool:
+        return (getattr(self.hook, "__module__", "") or "").startswith(f"{package}.")
 
     def _is_named(self, *names: str) -> bool:
         """Tell whether it is a function of torch or of this package with one of these names."""
-        return getattr(self.hook, "__name__", "") in names and (self._is_ours() or self._is_torchs())
+        known = self._is_from("lightning_ddp_hooks") or self._is_from("torch")
+        return known and getattr(self.hook, "__name__", "") in names
 
 
 class _BoundFunction(BoundHook):
@@ -112,7 +101,9 @@ class _BoundFunction(BoundHook):
             check_result(self.name, bucket, returned)  # raises
         handle = _Handle(returned)
         yield requests.Wait(handle)
-        return self._rescaled(bucket, self._result(bucket, handle))
+        # A Work says only that it is done; the values are where it was given them.
+        done = handle.value is True
+        return self._rescaled(bucket, bucket.buffer() if done else check_result(self.name, bucket, handle.value))
 
     def _rescaled(self, bucket: GradBucket, result: Tensor) -> Tensor:
         """Divide by what the bucket says, where the function has divided by the number of ranks."""
@@ -120,35 +111,19 @@ class _BoundFunction(BoundHook):
             result.mul_(self._divided_by / bucket.divisor)
         return result
 
-    def _result(self, bucket: GradBucket, handle: "_Handle") -> Tensor:
-        try:
-            value = handle.value()
-        except Exception as error:
-            raise RuntimeError(f"Communication hook {self.name} failed on {describe(bucket)}: {error}") from error
-        if value is True:  # a Work says only that it is done; the values are where it was given them
-            return bucket.buffer()
-        return check_result(self.name, bucket, value)
-
 
 class _Handle:
     """Wraps a future, a work or any object with ``wait()`` or ``value()``."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._waited: Any = None
+        self.value: Any = None
 
     def done(self) -> bool:
         ask = getattr(self._inner, "done", None) or getattr(self._inner, "is_completed", None)
         return bool(ask()) if callable(ask) else not hasattr(self._inner, "wait")
 
-    def wait(self) -> object:
-        if hasattr(self._inner, "wait"):
-            self._waited = self._inner.wait()
-        return self._waited
-
-    def value(self) -> Any:
-        if self._waited is None:
-            self.wait()
-        if self._waited is None and hasattr(self._inner, "value"):
-            self._waited = self._inner.value()
-        return self._waited
+    def wait(self) -> None:
+        self.value = self._inner.wait() if hasattr(self._inner, "wait") else None
+        if self.value is None and hasattr(self._inner, "value"):
+            self.value = self._inner.value()

@@ -1,7 +1,6 @@
 """Quantisation of blocks of gradients, in vectorised torch operations; no state and no communication.
 
-A codec turns float32 values of shape ``(..., blocks, block_size)`` into one float32 scale and a few bytes for each
-block:
+A codec turns the values of each block into one scale and a few bytes:
 
     values  (..., blocks, block_size) float32
     scales  (..., blocks)             float32     both may be strided views into one message
@@ -11,6 +10,12 @@ block:
 non-finite values only. So it stays visible to every rank that sees the scales, and nobody has to look at the values.
 
 These are the reference. On the CPU the native module, where it is built, does the same in fewer passes (stages.py).
+
+Where the blocks of a bucket lie: one chunk for each rank, and one message for each chunk.
+
+    bucket    | block | block | block | block | block | block | bl. + padding |
+              |------ chunk 0 --------|------ chunk 1 --------|--- chunk 2 ----
+    message   | scale of each block (float32) | codes of each block | up to 7 bytes of padding |
 """
 
 from __future__ import annotations
@@ -20,9 +25,41 @@ from torch import Tensor
 
 # Below this a float32 loses digits, and its reciprocal overflows; such a block counts as zero.
 _SMALLEST = torch.finfo(torch.float32).tiny
+_SCALE_BYTES = 4
 
-SCALE_BYTES = 4
-"""Bytes of a block's scale."""
+
+class Chunks:
+    """How a bucket is cut into one chunk for each rank; the last ones are filled up with zeros."""
+
+    def __init__(self, numel: int, world_size: int, block_size: int) -> None:
+        self.numel, self.world_size = numel, world_size
+        share = -(-numel // world_size)
+        # A multiple of 8, as `block_size`; fewer where the bucket is too small for one such block per chunk.
+        self.block = min(block_size, -(-share // 8) * 8)
+        self.blocks = -(-share // self.block) if share else 0  # of a chunk
+        self.chunk = self.blocks * self.block  # elements, with padding
+
+    def start(self, rank: int) -> int:
+        """Return where the chunk of ``rank`` begins in the bucket; its end, if the chunk is all padding."""
+        return min(rank * self.chunk, self.numel)
+
+    def count(self, rank: int) -> int:
+        """Return how many elements of the chunk of ``rank`` are not padding."""
+        return self.start(rank + 1) - self.start(rank)
+
+    def message_bytes(self, codec: BlockCodec) -> int:
+        """Return the bytes of one chunk's message, a multiple of 8."""
+        return -(-self.blocks * (_SCALE_BYTES + codec.code_bytes(self.block)) // 8) * 8
+
+
+class Message:
+    """One or more messages, one behind the other, and the views of their parts."""
+
+    def __init__(self, chunks: Chunks, codec: BlockCodec, count: int, device: torch.device) -> None:
+        self.bytes = torch.zeros(count, chunks.message_bytes(codec), dtype=torch.uint8, device=device)
+        split, code_bytes = chunks.blocks * _SCALE_BYTES, codec.code_bytes(chunks.block)
+        self.scales = self.bytes[:, :split].view(torch.float32)
+        self.codes = self.bytes[:, split : split + chunks.blocks * code_bytes].view(count, chunks.blocks, code_bytes)
 
 
 class BlockCodec:
@@ -35,15 +72,10 @@ class BlockCodec:
         return block_size
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
-        """Quantise ``values`` into ``scales`` and ``codes``; overwrites ``values``.
+        """Quantise contiguous ``values`` into ``scales`` and ``codes``; overwrites ``values``.
 
-        Args:
-            values: float32, contiguous, shape ``(..., blocks, block_size)``.
-            scales: float32, shape ``(..., blocks)``; written.
-            codes: uint8, shape ``(..., blocks, code_bytes)``; written.
-            noise: same shape as ``values``, uniform in (0, 1): round up with the probability of the remainder. None: to
-                the nearest.
-            numel: how many of the values, in the order of memory, are real; the others are zeros behind them.
+        Rounds to the nearest or, with ``noise`` from (0, 1) for each value, up with the probability of the remainder.
+        Only the first ``numel`` values are real; behind them are zeros.
         """
         raise NotImplementedError
 
@@ -52,15 +84,12 @@ class BlockCodec:
         raise NotImplementedError
 
 
-def _scale_of(values: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Return each block's scale, by which its largest magnitude becomes ``largest``, and the inverse to multiply by."""
-    magnitude = torch.maximum(values.amax(-1), values.amin(-1).neg_())
-    scale = magnitude.div_(largest)
-    inverse = scale.reciprocal()
-    vanishing = scale < _SMALLEST
-    scale.masked_fill_(vanishing, 0.0)
-    inverse.masked_fill_(vanishing, 0.0)
-    return scale, inverse.unsqueeze_(-1)
+def _normalize_(values: Tensor, scales: Tensor, largest: float) -> None:
+    """Scale each block so that its largest magnitude becomes ``largest``; write the scale that undoes it."""
+    scale = torch.maximum(values.amax(-1), values.amin(-1).neg_()).div_(largest)
+    inverse, vanishing = scale.reciprocal(), scale < _SMALLEST
+    scales.copy_(scale.masked_fill_(vanishing, 0.0))
+    values.mul_(inverse.masked_fill_(vanishing, 0.0).unsqueeze_(-1))
 
 
 class Int8Codec(BlockCodec):
@@ -69,10 +98,8 @@ class Int8Codec(BlockCodec):
     name = "int8"
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
-        """Quantise; see `BlockCodec`."""
-        scale, inverse = _scale_of(values, 127.0)
-        scales.copy_(scale)
-        values.mul_(inverse)
+        """Quantise."""
+        _normalize_(values, scales, 127.0)
         if noise is None:
             values.round_()
         else:
@@ -81,16 +108,12 @@ class Int8Codec(BlockCodec):
         codes.view(torch.int8).copy_(values)
 
     def decode(self, scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
-        """Undo it; see `BlockCodec`."""
+        """Undo it."""
         return torch.mul(codes.view(torch.int8), scales.unsqueeze(-1), out=out)
 
 
 class Float8Codec(BlockCodec):
-    """8 bit floats (1 sign, 4 exponent and 3 mantissa bits): small values of a block keep more digits than in int8.
-
-    Raises:
-        ValueError: this torch build has no such dtype.
-    """
+    """8 bit floats (1 sign, 4 exponent and 3 mantissa bits): small values of a block keep more digits than in int8."""
 
     name = "fp8"
     largest = 448.0
@@ -105,10 +128,8 @@ class Float8Codec(BlockCodec):
         self._dtype: torch.dtype = dtype
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
-        """Quantise; see `BlockCodec`."""
-        scale, inverse = _scale_of(values, self.largest)
-        scales.copy_(scale)
-        values.mul_(inverse)
+        """Quantise."""
+        _normalize_(values, scales, self.largest)
         if noise is not None:
             # To the neighbouring codes below and above. Their distance is 2**(exponent - 3), and 2**-9 below 2**-6; as
             # a float32 it is made from the exponent bits, which takes a tenth of the time of frexp and ldexp.
@@ -118,7 +139,7 @@ class Float8Codec(BlockCodec):
         codes.view(self._dtype).copy_(values.clamp_(-self.largest, self.largest))
 
     def decode(self, scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
-        """Undo it; see `BlockCodec`."""
+        """Undo it."""
         if codes.device.type != "cpu":
             out.copy_(codes.view(self._dtype))
             return out.mul_(scales.unsqueeze(-1))
@@ -129,10 +150,7 @@ class Float8Codec(BlockCodec):
 
 
 class SignCodec(BlockCodec):
-    """One bit per value: ``value ~ +-scale``, where the scale is the block's mean magnitude.
-
-    That scale leaves the smallest squared error that signs can leave: ``|x|^2 (1 - |x|_1^2 / (n |x|_2^2))``.
-    """
+    """One bit per value: ``value ~ +-scale``; the mean magnitude as scale leaves the smallest squared error."""
 
     name = "onebit"
 
@@ -144,43 +162,30 @@ class SignCodec(BlockCodec):
         return block_size // 8
 
     def encode_(self, values: Tensor, scales: Tensor, codes: Tensor, *, noise: Tensor | None, numel: int) -> None:
-        """Quantise; see `BlockCodec`."""
+        """Quantise."""
         # The sign bit of each float32 becomes a byte of 0 or 1; a multiplication gathers eight of them in the top byte.
         negative = values.view(torch.int32).bitwise_right_shift(31).to(torch.int8).view(torch.int64)
         bits = negative.bitwise_and_(0x0101010101010101).mul_(0x0102040810204080).bitwise_right_shift_(56)
         codes.copy_(bits)
         total = values.abs_().sum(-1)
-        scales.copy_(total.div_(_real_per_block(values, numel)))
+        size = values.shape[-1]
+        starts = torch.arange(0, values.numel(), size, device=values.device)
+        scales.copy_(total.div_((numel - starts).clamp_(1, size).view(total.shape)))  # padding does not count
 
     def decode(self, scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
-        """Undo it; see `BlockCodec`."""
+        """Undo it."""
         table = self._tables.get(out.device)
-        if table is None:
-            table = self._tables[out.device] = _sign_table().to(out.device)
+        if table is None:  # for each byte eight bytes in an int64: +1 where the bit is 0, and -1 where it is 1
+            bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and_(1)
+            table = (1 - 2 * bits).to(torch.int8).contiguous().view(torch.int64).view(256).to(out.device)
+            self._tables[out.device] = table
         signs = table.index_select(0, codes.to(torch.int32).view(-1)).view(torch.int8)
         return torch.mul(signs.view(out.shape), scales.unsqueeze(-1), out=out)
 
 
-def _real_per_block(values: Tensor, numel: int) -> Tensor:
-    """Return for each block how many of its values are not padding, at least 1, in the shape of the scales."""
-    size = values.shape[-1]
-    starts = torch.arange(0, values.numel(), size, device=values.device)
-    return (numel - starts).clamp_(1, size).view(values.shape[:-1])
-
-
-def _sign_table() -> Tensor:
-    """Return for each byte the int64 whose eight bytes are +1 where the bit is 0 and -1 where it is 1."""
-    byte = torch.arange(256).unsqueeze(1)
-    bit = byte.bitwise_right_shift(torch.arange(8)).bitwise_and_(1)
-    return (1 - 2 * bit).to(torch.int8).contiguous().view(torch.int64).view(256)
-
-
 def uniform_noise(shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Return random numbers from (0, 1), with 16 random bits each and a mean of exactly one half.
-
-    Four of them are cut out of one 64 bit number: a quarter of the time of ``torch.rand``, which is most of the time of
-    stochastic rounding. What that biases is below 2**-17 of a step.
-    """
+    """Return random numbers from (0, 1), with 16 random bits each and a mean of exactly one half."""
+    # Four are cut out of one 64 bit number, in a quarter of the time of `torch.rand`.
     numel = shape.numel()
     words = torch.empty(-(-numel // 4), dtype=torch.int64, device=device)
     words.random_(-(1 << 63), (1 << 63) - 1, generator=generator)
@@ -188,16 +193,7 @@ def uniform_noise(shape: torch.Size, generator: torch.Generator, device: torch.d
 
 
 def affine_encode(rows: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Quantise each row to 0 ... 255 over its range, which is made to include zero; overwrites ``rows``.
-
-    Args:
-        rows: float32, shape ``(rows, row_size)``.
-        scales: float32, shape ``(rows,)``; written.
-        zeros: uint8, shape ``(rows,)``; written with the code that stands for 0.0.
-
-    Returns:
-        ``rows``, now holding the codes as float32.
-    """
+    """Overwrite each row with codes 0 ... 255 over its range and zero; write its scale and the code that is 0.0."""
     low = rows.amin(-1).clamp_(max=0.0)
     high = rows.amax(-1).clamp_(min=0.0)
     scale = high.sub_(low).div_(255.0)

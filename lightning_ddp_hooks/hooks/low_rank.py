@@ -64,20 +64,10 @@ class MatrixBatch:
     buffer   ..[ M0 ].....[ M1 ].....[ M2 ]...        view (3, rows, cols), strides (distance, cols, 1)
     """
 
-    slots: tuple[MatrixSlot, ...]  # in the order of the buffer
+    slots: Sequence[MatrixSlot]  # in the order of the buffer
     distance: int  # from the beginning of one to that of the next
-    left_offset: int  # of their left factors among all left factors
-    right_offset: int
-
-    @property
-    def left_numel(self) -> int:
-        """Number of elements of all its left factors."""
-        return sum(slot.rank * slot.left for slot in self.slots)
-
-    @property
-    def right_numel(self) -> int:
-        """Number of elements of all its right factors."""
-        return sum(slot.rank * slot.right for slot in self.slots)
+    left: slice  # its left factors among all left factors
+    right: slice
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the matrices within ``flat`` as ``(count, left, right)``, transposed where they have more rows."""
@@ -88,37 +78,32 @@ class MatrixBatch:
 
     def left_view(self, factors: Tensor) -> Tensor:
         """Return this batch's part of all left factors, ``(count, rank, left)``."""
-        first = self.slots[0]
-        end = self.left_offset + self.left_numel
-        return factors[self.left_offset : end].view(len(self.slots), first.rank, first.left)
+        return factors[self.left].view(len(self.slots), self.slots[0].rank, -1)
 
     def right_view(self, factors: Tensor) -> Tensor:
         """Return this batch's part of all right factors, ``(count, rank, right)``."""
-        first = self.slots[0]
-        end = self.right_offset + self.right_numel
-        return factors[self.right_offset : end].view(len(self.slots), first.rank, first.right)
+        return factors[self.right].view(len(self.slots), self.slots[0].rank, -1)
 
 
 def make_batches(slots: Sequence[MatrixSlot], *, batched: bool = True) -> list[MatrixBatch]:
-    """Put matrices of one shape at equal distances together (if ``batched``).
-
-    Batches with the same rank and length of left factor follow one another, so that their left factors are one
-    contiguous block.
-    """
+    """Put matrices of one shape at equal distances together (if ``batched``), in the order of `left_blocks`."""
     ordered = sorted(slots, key=lambda s: (s.rank, s.left, s.right, s.rows, s.offset))
+    return _in_runs(ordered, batched=batched)
+
+
+def _in_runs(slots: Sequence[MatrixSlot], *, batched: bool = True) -> list[MatrixBatch]:
     runs: list[list[MatrixSlot]] = []
-    for slot in ordered:
-        run = runs[-1] if runs else None
-        if batched and run is not None and _continues(run, slot):
-            run.append(slot)
+    for slot in slots:
+        if batched and runs and _continues(runs[-1], slot):
+            runs[-1].append(slot)
         else:
             runs.append([slot])
     batches, left, right = [], 0, 0
     for run in runs:
-        distance = run[1].offset - run[0].offset if len(run) > 1 else run[0].numel
-        batch = MatrixBatch(tuple(run), distance, left, right)
-        batches.append(batch)
-        left, right = left + batch.left_numel, right + batch.right_numel
+        first, start = run[0], (left, right)
+        left, right = left + len(run) * first.rank * first.left, right + len(run) * first.rank * first.right
+        distance = run[1].offset - first.offset if len(run) > 1 else first.numel
+        batches.append(MatrixBatch(run, distance, slice(start[0], left), slice(start[1], right)))
     return batches
 
 
@@ -128,36 +113,21 @@ def _continues(run: Sequence[MatrixSlot], slot: MatrixSlot) -> bool:
     return same and (len(run) == 1 or slot.offset - last.offset == last.offset - run[-2].offset)
 
 
-def gaps(slots: Sequence[MatrixSlot], numel: int) -> list[tuple[int, int, int, int]]:
-    """Return what lies between the matrices of a buffer, as runs of equal pieces at equal distances.
-
-    A run is (offset of the first piece, number of pieces, length of a piece, distance between their beginnings).
-    """
+def gaps(slots: Sequence[MatrixSlot], numel: int) -> list[MatrixBatch]:
+    """Return what lies between the matrices of a buffer, as matrices of one row; `right` tells where it is packed."""
     pieces, position = [], 0
-    for slot in sorted(slots, key=lambda s: s.offset):
+    for slot in [*sorted(slots, key=lambda s: s.offset), MatrixSlot("", numel, 0, 0, 0)]:
         if slot.offset > position:
-            pieces.append((position, slot.offset - position))
+            pieces.append(MatrixSlot("", position, 1, slot.offset - position, 1))
         position = slot.offset + slot.numel
-    if numel > position:
-        pieces.append((position, numel - position))
-    runs: list[tuple[int, int, int, int]] = []
-    for offset, length in pieces:
-        if runs:
-            start, count, size, distance = runs[-1]
-            if size == length and (count == 1 or offset == start + count * distance):
-                runs[-1] = (start, count + 1, size, offset - start if count == 1 else distance)
-                continue
-        runs.append((offset, 1, length, length))
-    return runs
+    return _in_runs(pieces)
 
 
 def left_blocks(batches: Sequence[MatrixBatch], factors: Tensor) -> Iterator[Tensor]:
-    """Yield all left factors as few tensors ``(count, rank, left)``, batches of one shape joined."""
+    """Yield all left factors as few tensors ``(count, rank, left)``: those of one shape follow one another."""
     for (rank, left), same in itertools.groupby(batches, key=lambda b: (b.slots[0].rank, b.slots[0].left)):
         joined = list(same)
-        start = joined[0].left_offset
-        end = joined[-1].left_offset + joined[-1].left_numel
-        yield factors[start:end].view(-1, rank, left)
+        yield factors[joined[0].left.start : joined[-1].left.stop].view(-1, rank, left)
 
 
 def worth_compressing(rows: int, cols: int, rank: int, min_rate: float) -> bool:
@@ -168,13 +138,10 @@ def worth_compressing(rows: int, cols: int, rank: int, min_rate: float) -> bool:
 def matrix_shape(param: Tensor) -> tuple[int, int] | None:
     """Return the shape of a gradient as a matrix as it lies in memory, or None for a vector or scalar.
 
-    The outermost dimension in memory gives the rows, all others the columns; that is (out, in * height * width) for a
-    convolution, in whatever memory format.
+    The outermost dimension in memory gives the rows: (out, in * height * width) for any convolution.
     """
-    if param.dim() < 2 or param.numel() == 0:
-        return None
     sizes = [(stride, size) for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1]
-    if len(sizes) < 2:
+    if len(sizes) < 2 or param.numel() == 0:
         return None
     rows = max(sizes)[1]
     return rows, param.numel() // rows
@@ -188,7 +155,7 @@ def orthonormalize_(block: Tensor, epsilon: float = 0.0) -> None:
     """
     count, rank, _ = block.shape
     if rank == 1:
-        normalize_rows_(block, epsilon)
+        _normalize_rows_(block, epsilon)
     elif epsilon > 0 or (rank <= _DEVICE_GRAM_SCHMIDT_RANK if not block.is_cpu else count >= _MANY_MATRICES):
         _gram_schmidt_(block, epsilon)
     else:
@@ -206,10 +173,10 @@ def _gram_schmidt_(block: Tensor, epsilon: float) -> None:
                 row.baddbmm_(torch.bmm(row, done.transpose(1, 2)), done, alpha=-1)
             left = torch.linalg.vector_norm(row, dim=2, keepdim=True)
             row.mul_(left > _NOISE * length)
-        normalize_rows_(row, epsilon)
+        _normalize_rows_(row, epsilon)
 
 
-def normalize_rows_(block: Tensor, epsilon: float = 0.0) -> None:
+def _normalize_rows_(block: Tensor, epsilon: float) -> None:
     """Divide each row by its length in place; rows of zeros stay."""
     length = torch.linalg.vector_norm(block, dim=-1, keepdim=True).add_(epsilon)
     block.div_(length.masked_fill_(length == 0, 1.0))
@@ -234,8 +201,7 @@ class Rows:
 
     def _inverse_lengths(self, flat: Tensor, epsilon: float) -> Tensor:
         # `unsafe` leaves out a check of the lengths for which the host would have to wait
-        squares = torch.segment_reduce(flat * flat, "sum", lengths=self._lengths, unsafe=True)
-        length = squares.sqrt_()
+        length = torch.segment_reduce(flat * flat, "sum", lengths=self._lengths, unsafe=True).sqrt_()
         return torch.where(length > 0, 1.0 / (length + epsilon), 0.0)
 
 

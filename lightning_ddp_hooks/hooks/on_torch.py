@@ -1,14 +1,14 @@
 """Any of our hooks on torch's own DDP: all its requests are carried out inside one call, by torch's contract."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import AllReduce, divisor_of, done
+from lightning_ddp_hooks.hooks.allreduce import AllReduce, TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -21,8 +21,8 @@ class TorchDDPState:
     Args:
         hook: A short name, a `CommHook`, a pair ``(state, hook)``, or None for the mean.
         process_group: Ranks to reduce over; None for all.
-        module: Module that is trained (not the wrapper). With it state is kept under the names of its parameters;
-            without it under numbers, in the order in which torch hands the parameters out.
+        module: Module that is trained (not the wrapper), by whose parameters' names state is kept; without it by
+            numbers, in the order in which torch hands the parameters out.
 
     Attributes:
         hook: Declaration.
@@ -35,11 +35,7 @@ class TorchDDPState:
     """
 
     def __init__(
-        self,
-        hook: HookLike | None,
-        process_group: comm.ProcessGroup | None = None,
-        *,
-        module: nn.Module | None = None,
+        self, hook: HookLike | None, process_group: comm.ProcessGroup | None = None, *, module: nn.Module | None = None
     ) -> None:
         self.hook: CommHook = resolve_hook(hook) or AllReduce()
         self.process_group = process_group
@@ -47,41 +43,35 @@ class TorchDDPState:
         self.steps = 0
         self._queue: CollectiveQueue | None = None
         # Parameters by identity, since torch's buckets do not name them; the value holds the parameter, and so the id.
-        self._names: dict[int, tuple[str, Tensor]] = {}
-        if module is not None:
-            self._names = {id(param): (name, param) for name, param in module.named_parameters()}
+        named = () if module is None else module.named_parameters()
+        self._names: dict[int, tuple[str, Tensor]] = {id(param): (name, param) for name, param in named}
         self._loaded: Mapping[str, Any] | None = None
 
-    def bind(self, params: Iterable[Tensor]) -> BoundHook:
+    def _bind(self, params: Sequence[Tensor]) -> CollectiveQueue:
         """Bind the hook; collective, at the first bucket."""
         group = comm.resolve_group(self.process_group)
-        known = list(params)
         # At once, and so in torch's order of buckets: nothing else moves a bucket on after its call.
-        queue = CollectiveQueue(group, at_once=True)
+        queue = self._queue = CollectiveQueue(group, at_once=True)
         context = BindContext(
             control_group=comm.new_group(group, cpu=True),
-            names=self.names_of(known),
-            params=known,
+            names=self.names_of(params),
+            params=params,
             step=lambda: self.steps,
             subgroup=queue.subgroup,
         )
         self.bound = queue.hook = self.hook.bind(context)
-        self._queue = queue
         if self._loaded is not None:
             self.bound.load_state_dict(self._loaded)
-        return self.bound
+        return queue
 
     def reduce(self, bucket: GradBucket) -> Tensor:
         """Run the hook on a bucket from beginning to end; return the reduced values."""
-        if self.bound is None or self._queue is None:
-            self.bind(bucket.parameters())
-        assert self.bound is not None
-        assert self._queue is not None
-        if self.bound.takes_divided:
+        queue = self._queue or self._bind(bucket.parameters())
+        if queue.hook.takes_divided:
             with torch.no_grad():
                 bucket.buffer().mul_(1.0 / bucket.divisor)
-        result = self._queue.launch(bucket).wait()
-        self._queue.forget()
+        result = queue.launch(bucket).wait()
+        queue.forget()
         return result
 
     def names_of(self, params: Iterable[Tensor]) -> tuple[str, ...]:
@@ -110,12 +100,9 @@ class _BucketOfTorch(GradBucket):
     __slots__ = ("_inner", "_params")
 
     def __init__(self, inner: Any, names: tuple[str, ...], params: list[Tensor], divisor: float) -> None:
+        super().__init__(inner, inner.index(), inner.is_last(), names, divisor)
         self._inner = inner
         self._params = params
-        self._replaced: Tensor | None = None
-        self.names = names
-        self.divisor = divisor
-        self.unused = frozenset()
 
     def buffer(self) -> Tensor:
         buffer: Tensor = self._inner.buffer() if self._replaced is None else self._replaced
@@ -130,25 +117,15 @@ class _BucketOfTorch(GradBucket):
     def parameters(self) -> list[Tensor]:
         return list(self._params)
 
-    def index(self) -> int:
-        return int(self._inner.index())
-
-    def is_last(self) -> bool:
-        return bool(self._inner.is_last())
-
     def set_buffer(self, tensor: Tensor) -> None:
         self._replaced = tensor
 
 
-def run_on_torch_ddp(state: TorchDDPState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def run_on_torch_ddp(state: TorchDDPState, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Reduce a bucket of torch's DDP with the hook in ``state``, from beginning to end; see `TorchDDPState`.
 
     On the CPU the call returns when the bucket is reduced, so nothing overlaps; on a device the collectives are only
     queued. Our own reducer, given the declaration, overlaps phases and buckets.
-
-    Args:
-        state: Hook, its ranks and its clock.
-        bucket: Gradients, not divided.
     """
     params = list(bucket.parameters())
     names = getattr(bucket, "names", None) or state.names_of(params)

@@ -5,10 +5,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import divisor_of, done
+from lightning_ddp_hooks.hooks.allreduce import TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Subgroup, require_types
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
@@ -26,18 +24,18 @@ class PostLocalSGD(CommHook):
             averager=PeriodicModelAverager(period=4, warmup_steps=500),
         )
 
-    Wire bytes per element of a float32 gradient: 8 times ``(n - 1) / n`` as in any ring, with n the number of ranks
-    before that step and the size of the subgroup after it; 0 with ``post_local_gradient_allreduce=False``.
+    Bytes per element of a float32 gradient: 8 times ``(n - 1) / n`` as in any ring, with n the number of ranks before
+    that step and the size of the subgroup after it; 0 with ``post_local_gradient_allreduce=False``.
 
     Args:
-        start_local_sgd_iter: the first step with the subgroup's mean.
-        subgroup_size: ranks of a subgroup, neighbours in the order of ranks; None for the ranks of one host.
-        subgroups: or the ranks of each subgroup, as ``[[0, 2], [1, 3]]``.
+        start_local_sgd_iter: First step with the subgroup's mean.
+        subgroup_size: Number of ranks of a subgroup, neighbours in the order of ranks; None for those of one host.
+        subgroups: Ranks of each subgroup, as ``[[0, 2], [1, 3]]``, in place of ``subgroup_size``.
         post_local_gradient_allreduce: False leaves gradients alone after that step: local SGD without subgroups.
 
     Raises:
-        TypeError: a setting of the wrong type.
-        ValueError: a setting out of range; at setup: a number of ranks that the subgroups do not divide.
+        TypeError: A setting of the wrong type.
+        ValueError: A setting out of range; at setup: a number of ranks that the subgroups do not divide.
 
     Lin et al., "Don't use large mini-batches, use local SGD", 2020, https://arxiv.org/abs/1808.07217.
     """
@@ -50,7 +48,6 @@ class PostLocalSGD(CommHook):
     post_local_gradient_allreduce: bool = True
 
     def __post_init__(self) -> None:
-        """Check what does not need the number of ranks."""
         whole = ("start_local_sgd_iter", "subgroup_size")
         require_types(self, whole=whole, flags=("post_local_gradient_allreduce",))
         if self.start_local_sgd_iter < 0:
@@ -71,16 +68,26 @@ class PostLocalSGD(CommHook):
 
     def bind(self, context: BindContext) -> BoundHook:
         """Make the subgroups, on all ranks."""
-        if not self.post_local_gradient_allreduce:
-            return _BoundPostLocalSGD(self.start_local_sgd_iter, context, None, context.world_size)
+        subgroup = context.subgroup(self._parts(context)) if self.post_local_gradient_allreduce else None
+        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, subgroup)
+
+    def _parts(self, context: BindContext) -> list[list[int]]:
+        world_size, size = context.world_size, self.subgroup_size
         if self.subgroups is not None:
-            parts = check_partition(self.subgroups, context.world_size)
-        elif self.subgroup_size is not None:
-            parts = equal_parts(self.subgroup_size, context.world_size)
-        else:
-            parts = same_host(context.control_group)
-        subgroup = context.subgroup(parts)
-        return _BoundPostLocalSGD(self.start_local_sgd_iter, context, subgroup, len(parts))
+            parts = [list(part) for part in self.subgroups]
+            if sorted(rank for part in parts for rank in part) != list(range(world_size)) or not all(parts):
+                raise ValueError(
+                    f"Expected subgroups that name each of the ranks 0 to {world_size - 1} once, got {parts}."
+                )
+            return parts
+        if size is None:
+            return _same_host(context.control_group)
+        if world_size % size:
+            raise ValueError(
+                f"Expected a subgroup_size that divides the number of ranks: {world_size} ranks cannot be split into "
+                f"subgroups of {size}."
+            )
+        return [list(range(start, start + size)) for start in range(0, world_size, size)]
 
     def replicas_differ_from(self) -> int | None:
         """Return the first step with the subgroup's mean."""
@@ -88,16 +95,9 @@ class PostLocalSGD(CommHook):
 
 
 class _BoundPostLocalSGD(BoundHook):
-    """The mean over all ranks before the switch, and over this rank's subgroup after it.
-
-    Attributes:
-        subgroups: Number of parts in which the ranks average after the switch; if it is 1, their models stay the same.
-    """
-
     name = "PostLocalSGD"
 
-    def __init__(self, start: int, context: BindContext, subgroup: Subgroup | None, subgroups: int) -> None:
-        self.subgroups = subgroups
+    def __init__(self, start: int, context: BindContext, subgroup: Subgroup | None) -> None:
         self._start = start
         self._step = context.step
         self._world_size = context.world_size
@@ -105,8 +105,9 @@ class _BoundPostLocalSGD(BoundHook):
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()
-        subgroup = self._subgroup if self._step() >= self._start else None
-        if self._step() >= self._start and subgroup is None:
+        local = self._step() >= self._start
+        subgroup = self._subgroup if local else None
+        if local and subgroup is None:
             return None
         # A divisor other than the number of ranks means that some of them have no data; their share is taken to be the
         # same in each subgroup.
@@ -121,12 +122,10 @@ class _BoundPostLocalSGD(BoundHook):
 class PostLocalSGDState:
     """What `post_local_sgd_hook` knows: the groups, and how many steps it has seen.
 
-    Constructing it is collective if ``subgroup`` is None, since the subgroup is made here.
-
     Args:
-        process_group: the ranks; None for all.
-        subgroup: the ranks to average over after the switch; None for those of one host.
-        start_local_sgd_iter: the first step with the subgroup's mean.
+        process_group: Ranks to average over at first; None for all.
+        subgroup: Ranks to average over after the switch; None for those of one host, which is collective.
+        start_local_sgd_iter: First step with the subgroup's mean.
         post_local_gradient_allreduce: False leaves gradients alone after the switch.
     """
 
@@ -139,22 +138,15 @@ class PostLocalSGDState:
     ) -> None:
         self.process_group = comm.resolve_group(process_group)
         if subgroup is None and post_local_gradient_allreduce:
-            subgroup = comm.split_group(self.process_group, same_host(self.process_group))
+            subgroup = comm.split_group(self.process_group, _same_host(self.process_group))
         self.subgroup = subgroup
         self.start_local_sgd_iter = start_local_sgd_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
 
 
-def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) -> TensorFuture:
     """Average over all ranks until ``state.start_local_sgd_iter``, then over the subgroup; by torch's contract.
-
-    Args:
-        state: the groups and the count of steps; a step ends with its last bucket.
-        bucket: the gradients, not divided.
-
-    Returns:
-        A future of the mean, which lies in the bucket's buffer. See `PostLocalSGD`.
 
     Example:
         >>> state = PostLocalSGDState(None, None, start_local_sgd_iter=100)
@@ -172,33 +164,7 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) 
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 
-def equal_parts(size: int, world_size: int) -> list[list[int]]:
-    """Split ``world_size`` ranks into runs of ``size`` neighbours.
-
-    Raises:
-        ValueError: ``size`` does not divide ``world_size``.
-    """
-    if world_size % size:
-        raise ValueError(
-            f"Expected a subgroup_size that divides the number of ranks: {world_size} ranks cannot be split into "
-            f"subgroups of {size}."
-        )
-    return [list(range(start, start + size)) for start in range(0, world_size, size)]
-
-
-def check_partition(subgroups: Sequence[Sequence[int]], world_size: int) -> list[list[int]]:
-    """Return the subgroups as lists.
-
-    Raises:
-        ValueError: they do not name each of ``world_size`` ranks once.
-    """
-    parts = [list(part) for part in subgroups]
-    if sorted(rank for part in parts for rank in part) != list(range(world_size)) or not all(parts):
-        raise ValueError(f"Expected subgroups that name each of the ranks 0 to {world_size - 1} once, got {parts}.")
-    return parts
-
-
-def same_host(group: comm.ProcessGroup) -> list[list[int]]:
+def _same_host(group: comm.ProcessGroup) -> list[list[int]]:
     """Split the ranks of the group by the host that they run on; collective."""
     hosts = comm.all_gather_object(socket.gethostname(), group)
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]

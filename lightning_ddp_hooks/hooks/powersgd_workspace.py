@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,15 +27,7 @@ _TINY = 1e-20
 
 
 class NonfiniteGuard:
-    """Whether a step's values are finite on all ranks: known to the host on the CPU, a tensor on a device.
-
-    Sums over the ranks are the same on all of them, so they agree without asking.
-
-    Args:
-        summed: Sum over the ranks.
-        before: Guard of an earlier sum of the step.
-        ask: Let the host look.
-    """
+    """Whether a step's sums, which all ranks have alike, are finite: known to the host if it asks, else a tensor."""
 
     def __init__(self, summed: Tensor, before: NonfiniteGuard | None = None, *, ask: bool) -> None:
         flag = torch.isfinite(summed.sum())
@@ -45,15 +36,8 @@ class NonfiniteGuard:
         self.flag: Tensor | None = None if ask else flag
         self.known_false = ask and not bool(flag)
 
-    def suppress_(self, tensor: Tensor) -> None:
-        """Make ``tensor`` zero if the step is not finite."""
-        self._fill_(tensor, 0.0)
-
-    def poison_(self, tensor: Tensor) -> None:
-        """Make ``tensor`` NaN if the step is not finite."""
-        self._fill_(tensor, math.nan)
-
-    def _fill_(self, tensor: Tensor, value: float) -> None:
+    def fill_(self, tensor: Tensor, value: float) -> None:
+        """Fill ``tensor`` if the step is not finite."""
         if self.flag is not None:
             tensor.masked_fill_(~self.flag, value)
         elif self.known_false:
@@ -81,26 +65,18 @@ def asks_host(device: torch.device) -> bool:
 
 
 class PowerSGDWorkspace:
-    """The matrices of a bucket, and the flat memory of their factors; rebuilt when other parameters lie in it.
-
-    Args:
-        bucket: Bucket to compress.
-        slots: Matrices to compress.
-        comm_dtype: Dtype of the messages.
-        batched: Whether matrices of one shape are worked on together.
-    """
+    """The matrices of a bucket, and the flat memory of their factors; rebuilt when other parameters lie in it."""
 
     def __init__(self, bucket: GradBucket, slots: list[MatrixSlot], comm_dtype: torch.dtype, *, batched: bool) -> None:
         buffer = bucket.buffer()
         self.numel = buffer.numel()
         self._ask = asks_host(buffer.device)
         self.batches: list[MatrixBatch] = make_batches(slots, batched=batched)
-        ordered = [slot for batch in self.batches for slot in batch.slots]
-        self._slots = ordered
+        self._slots = [slot for batch in self.batches for slot in batch.slots]
         self._gaps = gaps(slots, self.numel)
-        dense_numel = sum(count * length for _, count, length, _ in self._gaps)
-        left_numel = sum(slot.rank * slot.left for slot in ordered)
-        right_numel = sum(slot.rank * slot.right for slot in ordered)
+        dense_numel = self._gaps[-1].right.stop if self._gaps else 0
+        left_numel = sum(slot.rank * slot.left for slot in slots)
+        right_numel = sum(slot.rank * slot.right for slot in slots)
         self.compressed_numel = left_numel + right_numel + dense_numel
 
         # float16 and bfloat16 gradients are worked on in float32, in a copy.
@@ -114,71 +90,44 @@ class PowerSGDWorkspace:
         # First message: left factors | dense.
         self._first = self._new(left_numel + dense_numel)
         self.left = self._first[:left_numel]
-        pieces = torch.split(self._first[left_numel:], [count * length for _, count, length, _ in self._gaps])
-        self._dense = [
-            piece.view(count, length) for piece, (_, count, length, _) in zip(pieces, self._gaps, strict=True)
-        ]
+        self._dense = [gap.right_view(self._first[left_numel:]) for gap in self._gaps]
         # Second message: right factors. The own ones are needed for the error after the sum.
-        self.own_right = self._new(right_numel)
-        self.sum_right = self._new(right_numel)
-        self._right = self._new(right_numel)
-        self._fresh = self._new(right_numel)
+        self.own_right, self.sum_right, self._right, self._fresh = (self._new(right_numel) for _ in range(4))
         self._narrow = None
         if comm_dtype.itemsize < self._dtype.itemsize:
-            self._narrow = (
-                torch.empty(self._first.numel(), dtype=comm_dtype, device=self._device),
-                torch.empty(right_numel, dtype=comm_dtype, device=self._device),
-            )
-        self._rows = Rows([slot.right for slot in ordered for _ in range(slot.rank)], self._device)
+            self._narrow = (torch.empty_like(self._first, dtype=comm_dtype), self._right.to(comm_dtype))
+        self._rows = Rows([slot.right for slot in self._slots for _ in range(slot.rank)], self._device)
         self._left_blocks = list(left_blocks(self.batches, self.left))
-        ranks = {slot.rank for slot in ordered}
-        self._left_rows = Rows([slot.left for slot in ordered], self._device) if ranks == {1} else None
+        thin = all(slot.rank == 1 for slot in slots)
+        self._left_rows = Rows([slot.left for slot in self._slots], self._device) if thin else None
 
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self._dtype, device=self._device)
 
     def adopt(self, known: dict[str, Tensor], seed: int) -> None:
         """Begin with right factors of ``known`` where they fit, with random ones elsewhere; put ours into it."""
-        offset = 0
-        for slot in self._slots:
+        if not self._slots:
+            return
+        sizes = [slot.rank * slot.right for slot in self._slots]
+        for slot, fresh, factor in zip(self._slots, self._fresh.split(sizes), self._right.split(sizes), strict=True):
             shape = (slot.rank, slot.right)
-            part = slice(offset, offset + slot.rank * slot.right)
-            offset = part.stop
-            fresh, factor = self._fresh[part].view(shape), self._right[part].view(shape)
-            fresh.copy_(random_rows(slot.key, slot.rank, slot.right, seed, self._dtype))
-            before = known.get(slot.key)
-            factor.copy_(before if before is not None and before.shape == shape else fresh)
-            known[slot.key] = factor
-        if self._slots:
-            self._rows.normalize_(self._fresh)
+            fresh.view(shape).copy_(random_rows(slot.key, *shape, seed, self._dtype))
+            before, known[slot.key] = known.get(slot.key), factor.view(shape)
+            known[slot.key].copy_(before if before is not None and before.shape == shape else fresh.view(shape))
+        self._rows.normalize_(self._fresh)
 
     def begin(self, buffer: Tensor) -> list[Tensor]:
         """Return the matrices of the bucket, one tensor for each batch."""
         self._buffer = buffer
-        if self._work is None:
-            return self.views(buffer, "gradient")
-        self._work.copy_(buffer)
-        return self.views(self._work, "gradient")
+        flat = buffer if self._work is None else self._work.copy_(buffer)
+        return self.views(flat, "gradient")
 
     def views(self, flat: Tensor, use: str) -> list[Tensor]:
-        """Return the matrices within ``flat``; made anew only when it is another tensor than in the last step."""
-        return self._same_views(flat, use, lambda: [batch.view(flat) for batch in self.batches])
-
-    def _dense_views(self, flat: Tensor) -> list[Tensor]:
-        start = flat.storage_offset()
-        return self._same_views(
-            flat,
-            "dense",
-            lambda: [
-                flat.as_strided((count, length), (distance, 1), start + offset)
-                for offset, count, length, distance in self._gaps
-            ],
-        )
-
-    def _same_views(self, flat: Tensor, use: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return the matrices (or the "dense" rest) of ``flat``; made anew only when it is another tensor."""
         known = self._views.get(use)
         if known is None or known[0] != flat.data_ptr():
-            known = self._views[use] = (flat.data_ptr(), make())
+            batches = self._gaps if use == "dense" else self.batches
+            known = self._views[use] = (flat.data_ptr(), [batch.view(flat) for batch in batches])
         return known[1]
 
     def starting_right(self, *, warm: bool, seed: int, step: int) -> Tensor:
@@ -190,10 +139,8 @@ class PowerSGDWorkspace:
             # No element is exactly zero, so that each element of the matrix counts: one that is not finite shows.
             start.add_(_TINY)
         else:
-            drawn = [
-                random_rows(f"{step} {slot.key}", slot.rank, slot.right, seed, self._dtype) for slot in self._slots
-            ]
-            flat = torch.cat([rows.view(-1) for rows in drawn])
+            keys = ((f"{step} {slot.key}", slot) for slot in self._slots)
+            flat = torch.cat([random_rows(key, s.rank, s.right, seed, self._dtype).view(-1) for key, s in keys])
             # Pinned, since the host would wait for a copy from other memory.
             start.copy_(flat if start.is_cpu else flat.pin_memory(), non_blocking=True)
             self._rows.normalize_(start)
@@ -203,11 +150,9 @@ class PowerSGDWorkspace:
         """Return the first message."""
         flat = self._buffer if self._work is None else self._work
         if self._dense:
-            foreach_copy_(self._dense, self._dense_views(flat))
+            foreach_copy_(self._dense, self.views(flat, "dense"))
             self._first[self.left.numel() :].mul_(scale)
-        if self._narrow is None:
-            return self._first
-        return self._narrow[0].copy_(self._first)
+        return self._first if self._narrow is None else self._narrow[0].copy_(self._first)
 
     def unpack_first(self) -> NonfiniteGuard:
         """Take up the sum of the first messages; tell whether all was finite."""
@@ -219,9 +164,9 @@ class PowerSGDWorkspace:
         """Make the left factors orthonormal."""
         if self._left_rows is not None:
             self._left_rows.normalize_(self.left, epsilon)
-            return
-        for block in self._left_blocks:
-            orthonormalize_(block, epsilon)
+        else:
+            for block in self._left_blocks:
+                orthonormalize_(block, epsilon)
 
     def pack_second(self) -> Tensor:
         """Return the second message."""
@@ -236,11 +181,11 @@ class PowerSGDWorkspace:
         if self._narrow is not None:
             self.sum_right.copy_(self._narrow[1])
         self.sum_right.mul_(scale)
-        finite = NonfiniteGuard(self.sum_right, before, ask=self._ask)
-        finite.copy_(self._right, self.sum_right)
-        finite.suppress_(self.own_right)  # own or summed: a float16 message may overflow on some rank only
-        finite.poison_(self.sum_right)
-        return finite
+        guard = NonfiniteGuard(self.sum_right, before, ask=self._ask)
+        guard.copy_(self._right, self.sum_right)
+        guard.fill_(self.own_right, 0.0)  # own or summed: a float16 message may overflow on some rank only
+        guard.fill_(self.sum_right, math.nan)
+        return guard
 
     def end(self, *, poison: bool = False) -> None:
         """Write what is not in the buffer yet: the dense part, and all of it if the work was done in a copy."""
@@ -248,6 +193,6 @@ class PowerSGDWorkspace:
         if poison:
             flat.fill_(math.nan)
         elif self._dense:
-            foreach_copy_(self._dense_views(flat), self._dense)
+            foreach_copy_(self.views(flat, "dense"), self._dense)
         if self._work is not None:
             self._buffer.copy_(self._work)

@@ -3,8 +3,7 @@
 The protocol of torch's quantization hooks: each rank quantises its bucket to 0 ... 255, all ranks gather all codes and
 scales, and each of them decodes and averages. Here scales, zero points and codes travel in one message:
 
-    | scale of row 0, row 1, ... (float32) | code of 0.0 of row 0, row 1, ... (uint8) | codes of row 0, row 1, ...
-    (uint8) |
+    | scale of each row (float32) | code of 0.0 of each row (uint8) | codes of each row (uint8) |
 """
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.hooks.allreduce import divisor_of, done
+from lightning_ddp_hooks.hooks.allreduce import OptionalGroup, TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
 from lightning_ddp_hooks.hooks.kernels import affine_decode, affine_encode
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
@@ -25,16 +24,14 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizePerTensor(ReplicatingHook):
-    """Sends 8 bits per gradient and one scale per bucket, to everybody.
+    """Sends 8 bits per gradient and one scale per bucket, to everybody, as torch's ``quantization_pertensor_hook``.
 
-    Wire bytes per element: 1 times ``world_size - 1``, so it grows with the number of ranks and passes that of float32
+    Bytes per element: 1 times ``world_size - 1``, so it grows with the number of ranks and passes that of float32
     all-reduce at 8 of them; `BlockQuantize` does not grow and is more exact. One value is off by at most half of 1/255
     of the range of the bucket, which one outlier can make large. No error feedback.
 
     Example:
         >>> DDPHooksStrategy(comm_hook="quantize_per_tensor")
-
-    The all-gather protocol is that of torch's ``quantization_pertensor_hook``.
     """
 
     def bind(self, context: BindContext) -> BoundHook:
@@ -44,29 +41,25 @@ class QuantizePerTensor(ReplicatingHook):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizePerChannel(ReplicatingHook):
-    """Sends 8 bits per gradient and a scale for each ``bucket_size`` of them, to everybody.
+    """Sends 8 bits per gradient and a scale for each channel, to all, as torch's ``quantization_perchannel_hook``.
 
-    Wire bytes per element: ``1 + 5 / bucket_size`` times ``world_size - 1``, so it grows with the number of ranks and
-    passes that of float32 all-reduce at 8 of them; `BlockQuantize` does not grow. One value is off by at most half of
-    1/255 of the range of its channel. No error feedback.
+    Bytes per element: ``1 + 5 / bucket_size`` times ``world_size - 1``; see `QuantizePerTensor`. One value is off by at
+    most half of 1/255 of the range of its channel.
 
     Args:
-        bucket_size: elements of a channel.
+        bucket_size: Number of elements of a channel.
 
     Raises:
-        TypeError: a setting of the wrong type.
+        TypeError: A setting of the wrong type.
         ValueError: ``bucket_size`` is not positive.
 
     Example:
         >>> DDPHooksStrategy(comm_hook=QuantizePerChannel(bucket_size=128))
-
-    The all-gather protocol is that of torch's ``quantization_perchannel_hook``.
     """
 
     bucket_size: int = 512
 
     def __post_init__(self) -> None:
-        """Check the size."""
         require_types(self, whole=("bucket_size",))
         if self.bucket_size < 1:
             raise ValueError(f"Expected bucket_size of at least 1, got {self.bucket_size}.")
@@ -76,17 +69,8 @@ class QuantizePerChannel(ReplicatingHook):
         return _GatherHook("QuantizePerChannel", context, self.bucket_size)
 
 
-def quantization_pertensor_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in 8 bits with one scale; by torch's contract, for torch's DDP and for our reducer.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
-
-    Returns:
-        A future of the mean, which lies in the bucket's buffer. See `QuantizePerTensor`.
+def quantization_pertensor_hook(process_group: OptionalGroup, bucket: comm.TorchGradBucket) -> TensorFuture:
+    """Average the bucket over the ranks of the group (None: all), see `QuantizePerTensor`; by torch's contract.
 
     Example:
         >>> ddp_model.register_comm_hook(None, quantization_pertensor_hook)
@@ -95,17 +79,9 @@ def quantization_pertensor_hook(
 
 
 def quantization_perchannel_hook(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket, bucket_size: int = 512
-) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in 8 bits with a scale per channel; by torch's contract, for torch's DDP and for our reducer.
-
-    Args:
-        process_group: Ranks to average over; None for all.
-        bucket: Gradients, not divided.
-        bucket_size: elements of a channel.
-
-    Returns:
-        A future of the mean, which lies in the bucket's buffer. See `QuantizePerChannel`.
+    process_group: OptionalGroup, bucket: comm.TorchGradBucket, bucket_size: int = 512
+) -> TensorFuture:
+    """Average the bucket over the ranks of the group (None: all), see `QuantizePerChannel`; by torch's contract.
 
     Example:
         >>> ddp_model.register_comm_hook(None, quantization_perchannel_hook)
@@ -113,26 +89,21 @@ def quantization_perchannel_hook(
     return _gather_mean(process_group, bucket, bucket_size)
 
 
-def _gather_mean(
-    process_group: comm.ProcessGroup | None, bucket: comm.TorchGradBucket, row_size: int | None
-) -> torch.futures.Future[torch.Tensor]:
-    group = comm.resolve_group(process_group)
-    buffer = bucket.buffer()
+def _gather_mean(process_group: OptionalGroup, bucket: comm.TorchGradBucket, row_size: int | None) -> TensorFuture:
+    group, buffer = comm.resolve_group(process_group), bucket.buffer()
     world_size = comm.world_size(group)
     if world_size == 1 or not buffer.numel():
         return done(buffer)
-    rows = _Rows.build(buffer.numel(), row_size)
+    rows = _Rows(buffer.numel(), row_size)
     message = rows.encode(buffer)
     gathered = message.new_empty(world_size, message.numel())
-    work = comm.start_all_gather(gathered, message, group)
+    future = comm.start_all_gather(gathered, message, group).get_future()
     # The callback computes only; a collective in it could overtake those of other buckets.
     divisor = divisor_of(bucket, group)
-    return work.get_future().then(lambda _: rows.decode_mean(gathered, divisor, buffer))
+    return future.then(lambda _: rows.decode_mean(gathered, divisor, buffer))
 
 
 class _GatherHook(BoundHook):
-    """The bound form: one all-gather per bucket."""
-
     def __init__(self, name: str, context: BindContext, row_size: int | None) -> None:
         self.name = name
         self._world_size = context.world_size
@@ -143,7 +114,7 @@ class _GatherHook(BoundHook):
         if self._world_size == 1 or not buffer.numel():
             buffer.div_(bucket.divisor)
             return None
-        rows = _Rows.build(buffer.numel(), self._row_size)
+        rows = _Rows(buffer.numel(), self._row_size)
         with record_function("ldh::quantize"):
             message = rows.encode(buffer)
         gathered = yield requests.AllGather(message)
@@ -151,24 +122,13 @@ class _GatherHook(BoundHook):
             return rows.decode_mean(gathered.view(self._world_size, -1), bucket.divisor, buffer)
 
 
-@dataclass(frozen=True)
 class _Rows:
-    """How a bucket is cut into rows with one scale each; the last one is filled up with zeros."""
+    """A bucket cut into rows of ``row_size`` (None: into one) with one scale each; the last is filled up with zeros."""
 
-    numel: int  # of the bucket
-    row: int  # number of elements of a row
-    rows: int
-
-    @classmethod
-    def build(cls, numel: int, row_size: int | None) -> "_Rows":
-        """Cut ``numel`` elements into rows of ``row_size``; None for one row."""
-        row = numel if row_size is None else min(row_size, numel)
-        return cls(numel, row, -(-numel // row) if numel else 0)
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of a message, a multiple of 4 so that the next one's scales are aligned."""
-        return -(-self.rows * (4 + 1 + self.row) // 4) * 4
+    def __init__(self, numel: int, row_size: int | None) -> None:
+        self.numel = numel
+        self.row = numel if row_size is None else min(row_size, numel)
+        self.rows = -(-numel // self.row)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of one message's scales, zero points and codes."""
@@ -181,7 +141,8 @@ class _Rows:
         values = torch.empty(self.rows * self.row, dtype=torch.float32, device=buffer.device)
         values[: self.numel].copy_(buffer)
         values[self.numel :].zero_()
-        message = torch.zeros(self.message_bytes, dtype=torch.uint8, device=buffer.device)
+        nbytes = -(-self.rows * (4 + 1 + self.row) // 4) * 4  # so that the next message's scales are aligned
+        message = torch.zeros(nbytes, dtype=torch.uint8, device=buffer.device)
         scales, zeros, codes = self.parts(message)
         codes.copy_(affine_encode(values.view(self.rows, self.row), scales, zeros))
         return message

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, declaration_text
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
+from lightning_ddp_hooks.reducer.reducer import Reducer
 
 # In this order, and with the function's type, a command line takes class paths for classes, and imports functions.
 HookLike = CommHook | str | tuple[Any, Callable[..., Any]]
@@ -20,15 +22,7 @@ def short_name(hook: CommHook) -> str | None:
 
 
 def resolve_hook(hook: HookLike | None) -> CommHook | None:
-    """Return the declaration for what the user gave; None for the plain mean, which needs no hook.
-
-    Args:
-        hook: A short name, a `CommHook`, a pair ``(state, function)``, or None for the plain mean.
-
-    Raises:
-        TypeError: Something else.
-        ValueError: An unknown short name; the message lists the known ones.
-    """
+    """Return the declaration for what the user gave; None for the plain mean, which needs no hook."""
     if hook is None or isinstance(hook, CommHook):
         return None if hook is None or hook.is_plain_mean else hook
     if isinstance(hook, str):
@@ -58,6 +52,21 @@ def parts_of(hook: CommHook | None) -> Iterator[CommHook]:
     yield hook
     for inner in hook.inner_hooks():
         yield from parts_of(resolve_hook(inner))
+
+
+def install_hook(reducer: Reducer, hook: CommHook, step: Callable[[], int]) -> BoundHook:
+    """Bind a hook and have the reducer run it for each bucket; collective, since binding may make groups."""
+    check_same_on_all_ranks([], {"comm_hook": declaration_text(hook)}, reducer.control_group)
+    context = BindContext(
+        control_group=reducer.control_group,
+        names=reducer.names,
+        params=reducer.params,
+        step=step,
+        subgroup=reducer.queue.subgroup,
+    )
+    bound = hook.bind(context)
+    reducer.set_hook(bound)
+    return bound
 
 
 def first_difference(hooks: Iterable[HookLike | None]) -> int | None:

@@ -9,20 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.hooks.chunks import Chunks, Message
 from lightning_ddp_hooks.hooks.error_feedback import ResidualUpdate
-from lightning_ddp_hooks.hooks.kernels import BlockCodec
+from lightning_ddp_hooks.hooks.kernels import BlockCodec, Chunks, Message
 from lightning_ddp_hooks.reducer.native import build
 
 
 class StageBuffers:
-    """The messages of one bucket, and the sum that this rank makes.
+    """The messages of one bucket, and the sum that this rank makes; ``received`` serves both stages."""
 
-    ``received`` serves both stages: once the sum is made, what it was made of is not needed any more.
-    """
-
-    def __init__(self, chunks: Chunks, codec: BlockCodec, device: torch.device) -> None:
+    def __init__(self, chunks: Chunks, codec: BlockCodec, rank: int, device: torch.device) -> None:
         self.chunks = chunks
+        self.count = chunks.count(rank)
         self.sent = Message(chunks, codec, chunks.world_size, device)
         self.received = Message(chunks, codec, chunks.world_size, device)
         self.answer = Message(chunks, codec, 1, device)
@@ -32,72 +29,89 @@ class StageBuffers:
 class Residuals(NamedTuple):
     """What was not sent before: of this rank's bucket, and of the sum of its chunk without the padding."""
 
-    worker: Tensor
-    server: Tensor
+    worker: Tensor | None = None
+    server: Tensor | None = None
 
 
 class TwoStageKernels:
-    """The three steps in torch operations: on any device, for any dtype, with or without noise."""
+    """The three steps in torch operations: on any device, for any dtype, with or without noise.
 
-    def __init__(self, codec: BlockCodec) -> None:
+    With the native module, float32 on the CPU without noise is done in C++, each step in one pass over memory. The bits
+    are the same; only with one bit may scales differ in the last bit, since magnitudes are added in another order.
+    """
+
+    def __init__(self, codec: BlockCodec, native: ModuleType | None = None) -> None:
         self._codec = codec
+        steps = () if native is None else ("encode", "add_up", "carry_over", "decode")
+        self._native = {step: getattr(native, f"{step}_{codec.name}") for step in steps}
         self._scratch: dict[torch.device, Tensor] = {}
 
-    def encode(
-        self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
-    ) -> None:
+    def encode(self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals, noise: Tensor | None) -> None:
         """Quantise gradient + residual into ``buffers.sent``."""
-        numel = buffers.chunks.numel
+        chunks, sent = buffers.chunks, buffers.sent
+        if noise is None and self._suits_native(gradient):
+            self._native["encode"](gradient, residuals.worker, sent.bytes, chunks.blocks, chunks.block)
+            return
         values = self._values(buffers)
-        flat = values.view(-1)
-        if residuals is None:
+        flat, numel = values.view(-1), chunks.numel
+        if residuals.worker is None:
             flat[:numel].copy_(gradient)
         else:
             torch.add(gradient, residuals.worker, out=flat[:numel])
         flat[numel:].zero_()
-        self._codec.encode_(values, buffers.sent.scales, buffers.sent.codes, noise=noise, numel=numel)
+        self._codec.encode_(values, sent.scales, sent.codes, noise=noise, numel=numel)
 
-    def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
+    def add_up(self, buffers: StageBuffers, residuals: Residuals, noise: Tensor | None) -> None:
         """Sum ``buffers.received`` in the order of ranks; quantise sum + residual into ``buffers.answer``."""
-        count = buffers.chunks.count(rank)
+        chunks, received, answer, count = buffers.chunks, buffers.received, buffers.answer, buffers.count
+        if noise is None and self._suits_native(buffers.sum):
+            sizes = (chunks.blocks, chunks.block)
+            self._native["add_up"](received.bytes, residuals.server, count, buffers.sum, answer.bytes, *sizes)
+            return
         values = self._values(buffers)
-        self._codec.decode(buffers.received.scales, buffers.received.codes, values)
+        self._codec.decode(received.scales, received.codes, values)
         total = buffers.sum[0].copy_(values[0])
         for theirs in values[1:]:
             total.add_(theirs)
         owing = values[:1].copy_(buffers.sum)
         flat = owing.view(-1)
-        if residuals is not None:
+        if residuals.server is not None:
             flat[:count].add_(residuals.server)
         flat[count:].zero_()  # padding may have been decoded to anything: one bit knows no zero
-        self._codec.encode_(owing, buffers.answer.scales, buffers.answer.codes, noise=noise, numel=count)
+        self._codec.encode_(owing, answer.scales, answer.codes, noise=noise, numel=count)
 
     def finish(
-        self,
-        buffers: StageBuffers,
-        rank: int,
-        gradient: Tensor,
-        factor: float,
-        residuals: Residuals | None,
-        update: ResidualUpdate,
+        self, buffers: StageBuffers, gradient: Tensor, factor: float, residuals: Residuals, update: ResidualUpdate
     ) -> None:
         """Update both residuals if all sums are finite; overwrite ``gradient`` with ``factor`` times all sums."""
-        numel, count = buffers.chunks.numel, buffers.chunks.count(rank)
-        finite = buffers.received.scales.isfinite().all()  # the same bytes, hence the same answer, on all ranks
+        chunks, sent, received, answer = buffers.chunks, buffers.sent, buffers.received, buffers.answer
+        finite = received.scales.isfinite().all()  # the same bytes, hence the same answer, on all ranks
         update.count(finite)
+        own_sum = buffers.sum.view(-1)[: buffers.count]
+        if self._suits_native(gradient):
+            sizes = (chunks.blocks, chunks.block)
+            if residuals.worker is not None and finite:
+                self._native["carry_over"](answer.bytes, own_sum, residuals.server, *sizes)
+                self._native["carry_over"](sent.bytes, gradient, residuals.worker, *sizes)
+            self._native["decode"](received.bytes, factor, gradient, *sizes)
+            return
         values = self._values(buffers)
-        flat = values.view(-1)
-        if residuals is not None:
-            self._codec.decode(buffers.answer.scales, buffers.answer.codes, values[:1])
-            update.apply(residuals.server, buffers.sum.view(-1)[:count], flat[:count], finite)
-            self._codec.decode(buffers.sent.scales, buffers.sent.codes, values)
+        flat, numel = values.view(-1), chunks.numel
+        if residuals.worker is not None and residuals.server is not None:
+            self._codec.decode(answer.scales, answer.codes, values[:1])
+            update.apply(residuals.server, own_sum, flat[: buffers.count], finite)
+            self._codec.decode(sent.scales, sent.codes, values)
             update.apply(residuals.worker, gradient, flat[:numel], finite)
-        self._codec.decode(buffers.received.scales, buffers.received.codes, values)
+        self._codec.decode(received.scales, received.codes, values)
         torch.mul(flat[:numel], factor, out=gradient)
 
     def free_scratch(self) -> None:
         """Free the scratch memory, whose size was that of the largest bucket so far."""
         self._scratch.clear()
+
+    def _suits_native(self, tensor: Tensor) -> bool:
+        plain = tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()
+        return plain and bool(self._native)
 
     def _values(self, buffers: StageBuffers) -> Tensor:
         """Return float32 scratch for the values of a bucket; all buckets share it, so it does not outlive a step."""
@@ -109,80 +123,10 @@ class TwoStageKernels:
         return scratch[:needed].view(chunks.world_size, chunks.blocks, chunks.block)
 
 
-class NativeKernels(TwoStageKernels):
-    """The steps in C++, each in one pass over memory; what is not float32 on the CPU without noise is left to torch.
-
-    int8 and fp8 give the same bits; with one bit the scales may differ in the last bit, since the magnitudes are added
-    in another order.
-    """
-
-    def __init__(self, codec: BlockCodec, native: ModuleType) -> None:
-        super().__init__(codec)
-        self._encode = getattr(native, f"encode_{codec.name}")
-        self._add_up = getattr(native, f"add_up_{codec.name}")
-        self._carry_over = getattr(native, f"carry_over_{codec.name}")
-        self._decode = getattr(native, f"decode_{codec.name}")
-
-    def encode(
-        self, buffers: StageBuffers, gradient: Tensor, residuals: Residuals | None, noise: Tensor | None
-    ) -> None:
-        """Quantise gradient + residual."""
-        if noise is not None or not _suits(gradient):
-            super().encode(buffers, gradient, residuals, noise)
-            return
-        worker = None if residuals is None else residuals.worker
-        self._encode(gradient, worker, buffers.sent.bytes, buffers.chunks.blocks, buffers.chunks.block)
-
-    def add_up(self, buffers: StageBuffers, rank: int, residuals: Residuals | None, noise: Tensor | None) -> None:
-        """Sum in the order of ranks; quantise sum + residual."""
-        if noise is not None or not buffers.sum.is_cpu:
-            super().add_up(buffers, rank, residuals, noise)
-            return
-        server = None if residuals is None else residuals.server
-        chunks = buffers.chunks
-        self._add_up(
-            *(buffers.received.bytes, server, chunks.count(rank), buffers.sum, buffers.answer.bytes),
-            *(chunks.blocks, chunks.block),
-        )
-
-    def finish(
-        self,
-        buffers: StageBuffers,
-        rank: int,
-        gradient: Tensor,
-        factor: float,
-        residuals: Residuals | None,
-        update: ResidualUpdate,
-    ) -> None:
-        """Update both residuals if all sums are finite; decode."""
-        if not _suits(gradient):
-            super().finish(buffers, rank, gradient, factor, residuals, update)
-            return
-        finite = buffers.received.scales.isfinite().all()
-        update.count(finite)
-        blocks, block = buffers.chunks.blocks, buffers.chunks.block
-        if residuals is not None and finite:
-            own_sum = buffers.sum.view(-1)[: buffers.chunks.count(rank)]
-            self._carry_over(buffers.answer.bytes, own_sum, residuals.server, blocks, block)
-            self._carry_over(buffers.sent.bytes, gradient, residuals.worker, blocks, block)
-        self._decode(buffers.received.bytes, factor, gradient, blocks, block)
-
-
-def _suits(gradient: Tensor) -> bool:
-    return gradient.is_cpu and gradient.dtype is torch.float32 and gradient.is_contiguous()
-
-
-def choose_kernels(codec: BlockCodec) -> TwoStageKernels:
-    """Return the steps in C++ if the native module is built, else those in torch. Ranks need not choose alike."""
-    native = _native()
-    return TwoStageKernels(codec) if native is None else NativeKernels(codec, native)
-
-
 @cache
-def _native() -> ModuleType | None:
-    if not build.is_built():
-        return None
+def native_module() -> ModuleType | None:
+    """Return the native module if it is built; ranks need not have it alike."""
     try:
-        return build.load()
+        return build.load() if build.is_built() else None
     except ImportError:  # the reducer, which needs it more, says so
         return None

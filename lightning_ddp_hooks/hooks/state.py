@@ -3,8 +3,7 @@
 [Note: state of hooks] A hook's state consists of tensors, str, int, float, bool, None, list and dict only, so that it
 loads with ``weights_only=True``. It is the same on all ranks and does not depend on their number or on the buckets:
 what a rank has for itself (residuals) is saved once, as the mean over the ranks by name of parameter, and each
-rank starts from the mean. For a linear compressor that changes nothing: what is reduced depends on the sum over the
-ranks only.
+rank starts from the mean. For a linear compressor that changes nothing: only the sum over the ranks counts there.
 """
 
 from __future__ import annotations
@@ -17,54 +16,43 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 
-FORMAT = 1
-"""Version of the form; a checkpoint of a later version is refused."""
+_FORMAT = 1  # version of the form; a checkpoint of a later version is refused
 
 # As many elements go through one collective, so that a save needs no second copy of a large model.
 _CHUNK_NUMEL = 1 << 24
 
 # Bytes that a tensor may take beyond those of its storage, whose elements it repeats then.
-_MUCH = 1 << 28
+_SLACK_BYTES = 1 << 28
 
 
 def tagged(hook: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a hook's state with the hook's name and the version of the form on it."""
-    return {"hook": hook, "format": FORMAT, **content}
+    return {"hook": hook, "format": _FORMAT, **content}
 
 
 def untagged(hook: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that ``state`` was written by ``hook`` in a form that this version reads; return its content.
-
-    Raises:
-        ValueError: another hook's state, or one of a later version.
-    """
+    """Check that ``state`` was written by ``hook`` in a form that this version reads; return its content."""
     found = state.get("hook")
     if found != hook:
         raise ValueError(
             f"Expected the state of communication hook {hook!r}, found that of {found!r}: continue with the hook that "
             "the checkpoint was written with, or delete its state from the checkpoint."
         )
-    if whole_number(state.get("format", 0)) > FORMAT:
+    if whole_number(state.get("format", 0)) > _FORMAT:
         raise ValueError(
             f"The state of communication hook {hook!r} has format {state['format']}; this version of "
-            f"lightning_ddp_hooks reads formats up to {FORMAT}."
+            f"lightning_ddp_hooks reads formats up to {_FORMAT}."
         )
     return {key: value for key, value in state.items() if key not in ("hook", "format")}
 
 
 def mean_over_ranks(tensors: Mapping[str, Tensor], group: comm.ProcessGroup) -> dict[str, Tensor]:
-    """Return the mean over the ranks of each tensor, on the CPU; collective.
-
-    Args:
-        tensors: the same names, shapes and dtypes on all ranks; in any order.
-        group: a CPU group.
-    """
-    world_size = comm.world_size(group)
-    means = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in sorted(tensors)}
+    """Return the mean over the ranks of each tensor, on the CPU; collective on a CPU group, with the same names."""
+    means = copy_to_cpu({name: tensors[name] for name in sorted(tensors)})
     for chunk in _chunks(means):
         flat = torch.cat([mean.view(-1) for mean in chunk])
         comm.all_reduce(flat, group).wait()
-        flat.div_(world_size)
+        flat.div_(comm.world_size(group))
         for mean, part in zip(chunk, torch.split(flat, [mean.numel() for mean in chunk]), strict=True):
             mean.view(-1).copy_(part)
     return means
@@ -84,27 +72,19 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
 
 
 def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the CPU of tensors that are the same on all ranks."""
+    """Return copies of tensors on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def whole_number(value: object) -> int:
-    """Return a number from a checkpoint, if it is one that can count something.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Return a number from a checkpoint; raise unless it can count something."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
         raise TypeError(f"expected a whole number from 0 up, found {value!r:.50}")
     return value
 
 
 def require_sound(value: object, where: str) -> None:
-    """Raise for tensors in what was read from a file that could not have been written there, or would fill the memory.
-
-    Raises:
-        ValueError: a sparse tensor, or one with far more elements than its storage; names where it lies.
-    """
+    """Raise for tensors in a file's content that could not have been written there, or would fill the memory."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             require_sound(item, f"{where}[{key!r:.80}]")
@@ -115,7 +95,7 @@ def require_sound(value: object, where: str) -> None:
         if value.layout is not torch.strided:
             raise ValueError(f"The checkpoint is damaged: {where} is a tensor of layout {value.layout}.")
         stored = value.untyped_storage().nbytes()
-        if value.numel() * value.element_size() > stored + _MUCH:
+        if value.numel() * value.element_size() > stored + _SLACK_BYTES:
             raise ValueError(
                 f"The checkpoint is damaged: {where} claims {value.numel()} elements of {value.element_size()} bytes, "
                 f"but holds {stored} bytes."

@@ -1,18 +1,15 @@
 """The mean of the largest gradients of each rank; the others wait until they have grown."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, Phases, ReplicatingHook, require_types
-from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback, ResidualUpdate
+from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback, FeedbackHook
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
-from lightning_ddp_hooks.hooks.state import tagged, untagged
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
@@ -29,24 +26,23 @@ _MARGIN = 1.25
 class TopK(ReplicatingHook):
     """Sends the largest entries of each bucket, with their indices, to everybody.
 
-    Wire bytes per element: ``8 ratio (world_size - 1)``; it grows with the number of ranks and is less than float32
+    Bytes per element: ``8 ratio (world_size - 1)``; it grows with the number of ranks and is less than float32
     all-reduce while ``ratio < 1 / world_size``.
 
     Args:
-        ratio: the share of each bucket to send, at least one entry; 0.01 if neither is given.
-        k: or the number of entries of each bucket.
-        error_feedback: add what was not sent to the next gradient. Without it small gradients are never sent.
+        ratio: Share of each bucket to send, at least one entry; 0.01 if neither is given.
+        k: Number of entries of each bucket to send, in place of ``ratio``.
+        error_feedback: Add what was not sent to the next gradient. Without it small gradients are never sent.
 
     Raises:
-        TypeError: a setting of the wrong type.
-        ValueError: both ``ratio`` and ``k``, or one out of range.
+        TypeError: A setting of the wrong type.
+        ValueError: Both ``ratio`` and ``k``, or one out of range.
 
     Example:
         >>> DDPHooksStrategy(comm_hook=TopK(ratio=0.01))
 
-    To choose among the coefficients of a discrete cosine transform instead, as DeMo does (Peng et al., 2024,
-    https://arxiv.org/abs/2411.19870), was tried and left out: a small language model reached the same loss (2.375 nats
-    with chunks of 64 elements, 2.420 with 64 x 64, 2.382 without, at a ratio of 0.01), for two more matrix products.
+    Choosing among coefficients of a discrete cosine transform, as DeMo does (Peng et al., 2024,
+    https://arxiv.org/abs/2411.19870), was tried and left out: the same loss, for two more matrix products.
 
     Lin et al., "Deep gradient compression", 2018, https://arxiv.org/abs/1712.01887; Stich et al., "Sparsified SGD with
     memory", 2018, https://arxiv.org/abs/1809.07599.
@@ -57,7 +53,6 @@ class TopK(ReplicatingHook):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        """Check that one way to choose is given, and in range."""
         require_types(self, whole=("k",), numbers=("ratio",), flags=("error_feedback",))
         if self.ratio is not None and self.k is not None:
             raise ValueError(f"Expected ratio or k, got both: ratio={self.ratio}, k={self.k}.")
@@ -68,36 +63,30 @@ class TopK(ReplicatingHook):
 
     def entries(self, numel: int) -> int:
         """Return how many entries of a bucket of ``numel`` elements are sent."""
-        if self.k is not None:
-            return min(self.k, numel)
-        return min(max(1, ceil((0.01 if self.ratio is None else self.ratio) * numel)), numel)
+        ratio = 0.01 if self.ratio is None else self.ratio
+        return min(max(1, ceil(ratio * numel)) if self.k is None else self.k, numel)
 
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the hook."""
         return _BoundTopK(self, context)
 
 
-class _BoundTopK(BoundHook):
-    name = "TopK"
-
+class _BoundTopK(FeedbackHook):
     def __init__(self, declared: TopK, context: BindContext) -> None:
-        self.keeps_state = declared.error_feedback
+        self._error = ErrorFeedback()
+        super().__init__("TopK", context, declared.error_feedback, {"residuals": self._error})
         self._entries = declared.entries
-        self._feedback = declared.error_feedback
-        self._control_group = context.control_group
         self._world_size = context.world_size
-        self._residuals = ErrorFeedback()
-        self._update = ResidualUpdate()
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()
         if self._world_size == 1 or not buffer.numel():
             buffer.div_(bucket.divisor)
             return None
-        if not self._feedback:
+        if not self.keeps_state:
             return (yield from self._exchange(bucket, None))
-        with self._residuals.preserve_unused(bucket):
-            return (yield from self._exchange(bucket, self._residuals.of(bucket)))
+        with self._error.preserve_unused(bucket):
+            return (yield from self._exchange(bucket, self._error.of(bucket)))
 
     def _exchange(self, bucket: GradBucket, residual: Tensor | None) -> Phases:
         buffer = bucket.buffer()
@@ -114,43 +103,15 @@ class _BoundTopK(BoundHook):
             if residual is not None:
                 indices, values = message.unpack(packed)
                 self._update.apply(residual, buffer, mean.index_copy(0, indices.long(), values), finite)
-            for indices, values in zip(
-                all_indices, all_values, strict=True
-            ):  # one after the other: within one rank's indices none comes twice
+            # One after the other: within one rank's indices none comes twice.
+            for indices, values in zip(all_indices, all_values, strict=True):
                 mean.index_add_(0, indices, values)
             torch.mul(mean, 1.0 / bucket.divisor, out=buffer)
         return None
 
-    def stats(self) -> dict[str, Any]:
-        """Return how often the residuals were left as they were; waits for the device."""
-        return {"left_out": self._update.left_out} if self._feedback else {}
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        self._residuals.rescale(factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self._feedback:
-            return {}
-        content = {"residuals": self._residuals.state_dict(self._control_group), "left_out": self._update.left_out}
-        return tagged(self.name, content)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._feedback or not state:
-            super().load_state_dict(state)
-            return
-        content = untagged(self.name, state)
-        self._residuals.load_state_dict(content["residuals"])
-        self._update.left_out = content["left_out"]
-
 
 class Entries:
-    """The message of some elements of a bucket: | indices | values (float32) | padding |.
-
-    Args:
-        k: Number of elements.
-        numel: Number of elements of the bucket; from `_INT32_NUMEL` on its indices take 64 bits.
-    """
+    """The message of ``k`` elements of a bucket: | indices | values (float32) | padding |."""
 
     def __init__(self, k: int, numel: int) -> None:
         self.k = k
@@ -176,9 +137,8 @@ class Entries:
 def largest(magnitudes: Tensor, k: int) -> Tensor:
     """Return the indices of the ``k`` largest, in any order; a NaN counts as the largest.
 
-    torch's selection on CPU looks at everything several times. A sample tells a threshold that somewhat more than ``k``
-    elements will pass; selecting from those is four times as fast. If fewer pass, all are looked at. The result is
-    exact either way. On a device the number of those that pass would have to come to the host, so there it is not done.
+    On the CPU a sample tells a threshold that somewhat more than ``k`` elements will pass; selecting from those is four
+    times as fast. On a device the number of those that pass would have to come to the host.
     """
     numel = magnitudes.numel()
     if magnitudes.is_cpu and numel >= _SAMPLE_FROM and k < numel // 4:

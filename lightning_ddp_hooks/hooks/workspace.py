@@ -22,9 +22,8 @@ class Workspace:
     def get(self, key: Hashable, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor of shape ``(numel,)`` with whatever is in it."""
         tensor = self._tensors.get(key)
-        if tensor is None or tensor.numel() != numel or tensor.dtype != dtype or tensor.device != device:
-            tensor = torch.empty(numel, dtype=dtype, device=device)
-            self._tensors[key] = tensor
+        if tensor is None or (tensor.numel(), tensor.dtype, tensor.device) != (numel, dtype, device):
+            tensor = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
         return tensor
 
     def clear(self) -> None:
@@ -38,9 +37,6 @@ class PerBucket(Generic[T]):
     [Note: memory follows the layout] The first backward reduces one bucket of the whole model, and later ones many
     small buckets. What belongs to a bucket is freed as soon as one of its parameters lies in another bucket. After a
     change, buckets behind the last one, whose parameters may be frozen, are gone too.
-
-    Args:
-        make: Makes it for a bucket.
     """
 
     def __init__(self, make: Callable[[GradBucket], T]) -> None:
