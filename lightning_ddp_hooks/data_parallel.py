@@ -169,8 +169,6 @@ class DataParallel(nn.Module, Joinable):
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""
         return self._run.no_sync()
 
-    # ------------------------------------------------------------------ uneven inputs
-
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -235,8 +233,6 @@ class DataParallel(nn.Module, Joinable):
     def join_process_group(self) -> comm.ProcessGroup:
         """The ranks that train together."""
         return self.reducer.parent_group
-
-    # ------------------------------------------------------------------ facts, end
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied: process groups and hooks cannot be, and making new ones takes all ranks."""

@@ -57,15 +57,6 @@ class TrainingRun:
         restored: The state to go on from, as `read_training_state` returns it.
         step: The first step; None counts synchronised backwards until a step is set.
         warn: Warns the user.
-
-    Attributes:
-        reducer: Reduces the gradients.
-        hook: What the gradients are reduced with.
-        driver: Steps the optimizers, with ``optimizer_in_hook``.
-        averaging: Averages the model, with ``averager``.
-        windowed_backwards: How many synchronised backwards have run under `backward`.
-        failed: Whether this rank ends with an error, so that nothing collective is done any more.
-        closed: Whether another run, or none, has the module's parameters now.
     """
 
     def __init__(
@@ -88,8 +79,9 @@ class TrainingRun:
         self.module = module
         self.settings = settings
         self.driver: OptimizerDriver | None = None
-        self.windowed_backwards = 0
-        self.failed = self.closed = self._broken = False
+        self.windowed_backwards = 0  # synchronised backwards that have run under `backward`
+        self.failed = self._broken = False  # after an error: nothing collective is done any more
+        self.closed = False  # another run, or none, has the module's parameters now
         self.optimizers = optimizers if clock is None else clock.optimizers
         self._clock = clock
         self._warn = warn
@@ -98,7 +90,6 @@ class TrainingRun:
         self._stepping = self._awaits_backward = self._warned = False
         self._backwards_at_step = 0
         self._early = ExitStack()
-
         self.reducer = Reducer(
             module,
             settings.reducer_config(),
@@ -132,14 +123,8 @@ class TrainingRun:
             self.close()
             raise
 
-    # ------------------------------------------------------------------ hook and optimizers
-
     def install_hook(self, hook: CommHook) -> None:
-        """Have a hook reduce the gradients; collective.
-
-        Raises:
-            RuntimeError: a hook is registered already, or a backward has run.
-        """
+        """Have a hook reduce the gradients, before the first backward; collective."""
         self.hook.install(hook)
         if self.averaging is not None:
             self.averaging.follow_hook(hook)
@@ -148,8 +133,6 @@ class TrainingRun:
         """Take over the optimizers' steps, with ``optimizer_in_hook``; collective."""
         if self.driver is not None:
             self.driver.attach(optimizers)
-
-    # ------------------------------------------------------------------ forward and backward
 
     def before_forward(self, buffers_from: int = 0) -> None:
         """Prepare for the user's forward; collective where buffers are refreshed, from those of a rank."""
@@ -209,13 +192,8 @@ class TrainingRun:
     def finish_backward(self) -> bool:
         """Have the gradients of this step in ``.grad``, before they are used; for backwards of the user's own.
 
-        A rank that ran no backward since the last step, while others may have, does its part here with zeros.
-
-        Returns:
-            False if no rank ran one.
-
-        Raises:
-            RuntimeError: On all ranks, if a gradient is not finite and the user wants to know.
+        A rank that ran no backward since the last step, while others may have, does its part here with zeros. Returns
+        False if no rank ran one.
         """
         reducer = self.reducer
         reducer.finalize_pending_backward()
@@ -236,8 +214,6 @@ class TrainingRun:
     def loss_factor(self) -> float:
         """Return the factor for this rank's loss with which the mean over ranks is the mean over samples."""
         return 1.0 if self._weights is None else self._weights.factor()
-
-    # ------------------------------------------------------------------ the clock
 
     @property
     def step(self) -> int:
@@ -284,8 +260,6 @@ class TrainingRun:
         """Whether it is where it may wait for the other ranks: in a backward or a step."""
         return bool(self.reducer.progress()[2]) or self._stepping
 
-    # ------------------------------------------------------------------ where ranks meet
-
     def before_eval(self) -> None:
         """Settle what is pending, and put the averaged model into the module; collective."""
         self.reducer.settle_status()
@@ -318,14 +292,8 @@ class TrainingRun:
             self._checks.look_at_unreduced_gradients()
 
     def check_gradients(self, *, unreduced: bool = False) -> None:
-        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective.
-
-        Args:
-            unreduced: Whether gradients are used as they are, so that no bucket was looked at.
-        """
+        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective."""
         self._checks.check_gradients(self.step, unreduced=unreduced)
-
-    # ------------------------------------------------------------------ checkpoints
 
     @property
     def keeps_state(self) -> bool:
@@ -350,11 +318,7 @@ class TrainingRun:
     def state_dict(self, *, collective: bool = True, with_replicas: bool = True) -> dict[str, Any]:
         """Return what is needed to go on, beside the states of module and optimizers; collective.
 
-        It consists of tensors, str, int, float, bool, None, list and dict only.
-
-        Args:
-            collective: False after an error: what needs other ranks is left out, and named under ``"missing"``.
-            with_replicas: Whether the replicas of an averager are in it.
+        Without ``collective``, after an error, what needs other ranks is left out, and named under ``"missing"``.
         """
         state = training_state(self.step, self.hook.bound, loss_scale=self.hook.loss_scale, collective=collective)
         state["averaging"] = None
@@ -369,11 +333,7 @@ class TrainingRun:
         return state
 
     def load_state_dict(self, state: object) -> None:
-        """Go on from what `state_dict` returned, once module and optimizers have been loaded.
-
-        Raises:
-            ValueError: The state is damaged, or another hook's or averager's.
-        """
+        """Go on from what `state_dict` returned, once module and optimizers have been loaded."""
         read = read_training_state({STATE_KEY: state})
         assert read is not None
         self.restore(read)
@@ -396,8 +356,6 @@ class TrainingRun:
             self.averaging.load_state_dict(state)
         elif state is not None:
             self._warn("The checkpoint holds the state of an averager, but this run has none.")
-
-    # ------------------------------------------------------------------ the end
 
     def fail(self, *, broken: bool) -> None:
         """Take note that this rank ends with an error; ``broken`` if nobody knows what groups still wait for."""

@@ -7,6 +7,7 @@ mid-run would be pulled back. So an averager begins anew with the next step if w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,28 +32,16 @@ class RunAveraging:
         hook: CommHook | None,
         step: Callable[[], int],
     ) -> None:
-        self._settings = settings
-        self._module = module
-        self._optimizers = optimizers
+        assert settings.averager is not None
+        flags = {"before_eval": settings.average_before_eval, "save_replicas": settings.save_replicas}
+        self._start = partial(Averaging, settings.averager, module, optimizers, **flags)
         self._reducer = reducer
         self._hook = hook
         self._step = step
         self._weights_loaded = False
-        self.driver = self._start()
+        self.driver = self._start(hook=hook)
         self.follow_clock()
         self._loading = module.register_load_state_dict_post_hook(self._note_loading)
-
-    def _start(self) -> Averaging:
-        """Begin with the weights as they are now, equal on all ranks; collective."""
-        assert self._settings.averager is not None
-        return Averaging(
-            self._settings.averager,
-            self._module,
-            self._optimizers,
-            hook=self._hook,
-            before_eval=self._settings.average_before_eval,
-            save_replicas=self._settings.save_replicas,
-        )
 
     def _note_loading(self, *_: object) -> None:
         self._weights_loaded = True
@@ -79,7 +68,7 @@ class RunAveraging:
         if self._weights_loaded and torch.is_grad_enabled():
             self._weights_loaded = False
             self.driver.close()
-            self.driver = self._start()
+            self.driver = self._start(hook=self._hook)
             self.follow_clock()
 
     def step_ended(self) -> None:

@@ -21,17 +21,11 @@ class RunChecks:
         reducer.nonfinite = self._nonfinite
 
     def check_gradients(self, step: int, *, unreduced: bool) -> None:
-        """Raise on all ranks if a gradient was not finite; collective.
-
-        Args:
-            step: The training step, for the message.
-            unreduced: Whether gradients are used as they are, so that no bucket was looked at.
-        """
-        if self._nonfinite is None:
-            return
-        if unreduced:
-            self.look_at_unreduced_gradients()
-        self._nonfinite.check(step)
+        """Raise on all ranks if a gradient was not finite, also if no bucket was looked at; collective."""
+        if self._nonfinite is not None:
+            if unreduced:
+                self.look_at_unreduced_gradients()
+            self._nonfinite.check(step)
 
     def look_at_unreduced_gradients(self) -> None:
         """Look at all gradients as they are."""

@@ -134,8 +134,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
         self._lone_optimizers: list[weakref.ref[Optimizer]] = []
         self._saving = False
 
-    # ------------------------------------------------------------------ what users call
-
     def step(self, model: nn.Module | None = None) -> int:
         """Return the training step that comes next: how many have ended; of which model, if several were set up."""
         return self._run_of(model).step
@@ -186,8 +184,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def finish_averaging(self, model: nn.Module | None = None) -> None:
         """End training: with an averager every rank gets the averaged model for good; on all ranks."""
         self._run_of(model).finish()
-
-    # ------------------------------------------------------------------ setup
 
     @override
     def setup_module(self, module: nn.Module) -> HookedModule:  # type: ignore[override]
@@ -290,8 +286,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
         watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None), rank_zero_warn)
 
-    # ------------------------------------------------------------------ training
-
     @property
     def _scaler(self) -> Any:
         return getattr(self.precision, "scaler", None)
@@ -342,8 +336,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
         for model in self._live_modules:
             if model is module or model.clock.has(optimizer):
                 model.run.finish_backward()
-
-    # ------------------------------------------------------------------ checkpoints
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -414,8 +406,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
             if module.run.driver is not None and module.clock.has(value):
                 return PartialOptimizer(value, module.run.driver)
         return value
-
-    # ------------------------------------------------------------------ the end, names
 
     @override
     def teardown(self) -> None:

@@ -169,8 +169,6 @@ class DDPHooksStrategy(DDPStrategy):
         self._failed = False
         self._state = TrainerState()
 
-    # ------------------------------------------------------------------ what users call
-
     @property
     def run(self) -> TrainingRun:
         """The training run; exists while fitting, as the reducer does."""
@@ -214,8 +212,6 @@ class DDPHooksStrategy(DDPStrategy):
         """
         return self._inputs.active_group()
 
-    # ------------------------------------------------------------------ what callbacks call
-
     def use_averager(
         self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
     ) -> None:
@@ -242,8 +238,6 @@ class DDPHooksStrategy(DDPStrategy):
         """Return what is set, as far as it is known here, and what the caller has found out."""
         hook = comm_hook or (self.settings.hook if self._run is None else self._run.hook.declared)
         return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
-
-    # ------------------------------------------------------------------ setup
 
     checkpoint_io = checkpoint_io_property
 
@@ -327,8 +321,6 @@ class DDPHooksStrategy(DDPStrategy):
         settings = self._settings_now(**facts_of_fit(module))
         announce(self.run, settings, rank_zero_info, steps=steps, inputs=self._inputs.text())
 
-    # ------------------------------------------------------------------ data and steps
-
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)
@@ -403,8 +395,6 @@ class DDPHooksStrategy(DDPStrategy):
         if self._run is not None:
             self._run.after_eval()
 
-    # ------------------------------------------------------------------ collectives
-
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._logging is not None and self._inputs.tail is None and self._logging.takes(tensor):
@@ -431,8 +421,6 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._inputs.broadcast(super().broadcast, obj, src)
-
-    # ------------------------------------------------------------------ checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -476,8 +464,6 @@ class DDPHooksStrategy(DDPStrategy):
             self._state.load_optimizers(run, checkpoint["optimizer_states"])
         if run is not None:
             self._state.load_averaging(run)
-
-    # ------------------------------------------------------------------ the end
 
     @override
     def on_train_end(self) -> None:

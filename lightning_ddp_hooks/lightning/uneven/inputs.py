@@ -64,8 +64,6 @@ class Inputs:
             return to_device()
         return self.uneven.emptied_to_device(batch, device)
 
-    # ------------------------------------------------------------------ collectives
-
     def reduce(self, default: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Return the reduction over the ranks that have something to say; see `Strategy.reduce`."""
         run = self.uneven
@@ -116,8 +114,6 @@ class Inputs:
             return default(obj, src)
         ranks = comm.global_ranks(active)
         return comm.broadcast_object(obj, active, ranks.index(src) if src in ranks else 0)
-
-    # ------------------------------------------------------------------ the end
 
     def fail(self, *, broken: bool) -> None:
         """Take note that this rank ends with an error; ``broken`` if groups may wait for anything."""
