@@ -24,21 +24,12 @@ _TWO_PHASES += "`optimizer_in_hook` out."
 
 @dataclass(frozen=True)
 class ConflictRule:
-    """Two settings that do not go together.
-
-    Attributes:
-        first: One setting, as the documentation calls it.
-        second: The other.
-        applies: Tells whether both are set.
-        text: What is said then; with ``{s.name}`` for values of the settings.
-        verdict: ``"refused"`` raises; ``"no effect"`` is said at the start of a fit.
-        by: Who refuses it.
-    """
+    """Two settings that do not go together: as the documentation calls them, how to tell, and what is said then."""
 
     first: str
     second: str
     applies: Callable[[FitSettings], Any]
-    text: str | Callable[[FitSettings], str]
+    text: str | Callable[[FitSettings], str]  # with ``{s.name}`` for values of the settings
     verdict: Literal["refused", "no effect"] = "refused"
     by: Literal["ours", "Lightning's"] = "ours"
 
@@ -50,11 +41,7 @@ class ConflictRule:
 
 
 def raise_on_conflict(settings: FitSettings) -> None:
-    """Make sure that settings go together.
-
-    Raises:
-        ValueError: two of them do not; says why, and what to do.
-    """
+    """Raise a ValueError if two settings do not go together; it says why, and what to do."""
     for rule in RULES:
         if rule.verdict == "refused" and rule.by == "ours" and (text := rule.found(settings)) is not None:
             raise ValueError(text)

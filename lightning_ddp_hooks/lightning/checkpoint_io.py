@@ -103,32 +103,21 @@ def _get_checkpoint_io(strategy: Any) -> CheckpointIO:
     return io
 
 
-def _set_checkpoint_io(strategy: Any, io: CheckpointIO) -> None:
-    strategy._checkpoint_io = io
-
-
-checkpoint_io_property = property(_get_checkpoint_io, _set_checkpoint_io)
+checkpoint_io_property = property(_get_checkpoint_io, lambda strategy, io: setattr(strategy, "_checkpoint_io", io))
 """The property of both strategies; made when it is first asked for, since Lightning takes a set one for the user's."""
 
 
 def agree_on_checkpoint(path: str | None, progress: str | None, error: Exception | None = None) -> None:
-    """Make sure that all ranks go on from the same place; a collective call of all ranks of the world.
+    """Make sure that all ranks go on from the same checkpoint, or all from none; collective.
 
-    Args:
-        path: the checkpoint that this rank has read or failed to read; None if it was to read none.
-        progress: how far the run was that wrote it.
-        error: why this rank could not read it.
-
-    Raises:
-        RuntimeError: on each rank that has no error itself, if another one could not read its checkpoint, or if ranks
-            have read different ones.
+    Each tells which one it has read, or could not for an ``error``, and how far the run was that wrote it. Raises on a
+    rank without error if another one has one, or if they differ.
     """
     if not comm.is_initialized() or comm.world_size() == 1:
         return
     world = comm.resolve_group(None)
     own_group = None if comm.backend_name(world) == "gloo" else comm.new_group(world, cpu=True)
     text = None if error is None else f"{type(error).__name__}: {error}"
-    found: list[tuple[str | None, str | None, str | None]]
     found = comm.all_gather_object((path, progress, text), own_group or world)
     if own_group is not None:
         comm.destroy_group(own_group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.health.logged import LoggedValues
-from lightning_ddp_hooks.lightning.uneven.collectives import op_name
+from lightning_ddp_hooks.lightning.uneven.inputs import op_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

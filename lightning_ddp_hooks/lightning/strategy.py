@@ -33,8 +33,7 @@ from lightning_ddp_hooks.lightning.names import averager_by_lightnings_names, ho
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
-from lightning_ddp_hooks.lightning.uneven.collectives import op_name
-from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
+from lightning_ddp_hooks.lightning.uneven.inputs import Inputs, op_name
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.run import TrainingRun

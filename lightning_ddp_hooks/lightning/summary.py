@@ -39,11 +39,7 @@ def announce(
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
-    """Return the lines.
-
-    Args:
-        facts: what `Reducer.stats` says before the first backward.
-        parts: further lines by their label; None leaves one out.
+    """Return the lines, from what `Reducer.stats` says and further texts by label; None leaves one out.
 
     Example:
         >>> print(summary_text(reducer.stats(), {"hook": "PowerSGD(rank=1)", "averager": None}))
@@ -115,13 +111,9 @@ def _differs(value: object, entry: Field[Any]) -> bool:
 def without_effect(
     hook: CommHook | None, averager: ModelAverager | None, steps: float, subgroups: int | None = None
 ) -> Iterator[str]:
-    """Say what of the settings will do nothing, or not what its user may think.
+    """Say what of the settings will do nothing, or not what its user may think, in a fit of so many steps.
 
-    Args:
-        hook: the hook of this fit.
-        averager: the averager, if any.
-        steps: how many steps the fit has in all; infinity if that is not known.
-        subgroups: of a bound `PostLocalSGD`, how many it has; None if that is not known.
+    ``steps`` may be infinity, and ``subgroups``, those of a bound `PostLocalSGD`, None, where that is not known.
     """
     for name, setting, start in late_starts(hook):
         if start >= steps:

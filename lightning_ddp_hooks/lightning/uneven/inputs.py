@@ -1,24 +1,78 @@
 """What a strategy does under `UnevenInputs`; without the callback each call passes straight through.
 
-Where a collective is called from decides who takes part in it, see `UnevenRun.place`.
+Where a collective is called from decides who takes part in it in the tail (see `UnevenRun.place`):
+  * in the user's step: active ranks use their own group; joined ranks, if they replay a step, communicate nothing;
+  * in batch hooks and callbacks: all ranks come by, so all take part, and joined ones bring the neutral element;
+  * anywhere else (epoch ends, checkpoints): nothing is special, all ranks have something to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.lightning.uneven.collectives import gathered, neutral, op_name, reduced
 from lightning_ddp_hooks.lightning.uneven.run import UnevenRun, UnevenSettings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_ddp_hooks.join.agreement import Step
+
+
+Op = Literal["sum", "max", "min", "product", "mean"]
+
+
+def op_name(op: Any) -> Op:
+    """Return the name of a reduction as Lightning or torch give it; None is a sum."""
+    name = "sum" if op is None else str(op).rpartition(".")[2].lower()
+    name = "mean" if name == "avg" else name
+    if name not in get_args(Op):
+        raise ValueError(f"Expected a sum, mean, max, min or product for `reduce_op`, got {op!r}.")
+    return name  # type: ignore[return-value]
+
+
+def neutral(tensor: Tensor, op: Op) -> Tensor:
+    """Return the neutral element of a reduction, in the shape of ``tensor``."""
+    if op in ("max", "min"):
+        limits = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
+        return torch.full_like(tensor, limits.min if op == "max" else limits.max)
+    return torch.full_like(tensor, 1 if op == "product" else 0)
+
+
+def reduced(tensor: Tensor, op: Op, group: comm.ProcessGroup, count: int) -> Tensor:
+    """Return the reduction over a group; ``tensor`` stays as it is."""
+    out = tensor.detach().clone()
+    if op != "mean":
+        return comm.reduce_in_place(out, op, group)
+    if not (out.is_floating_point() or out.is_complex()):
+        out = out.double()  # Lightning's epoch means divide by a mean of integers, which must not be cut off
+    return comm.reduce_in_place(out, "sum", group) / count
+
+
+def gathered(tensor: Tensor, group: comm.ProcessGroup, *, sync_grads: bool) -> Tensor:
+    """Return the tensors of all ranks of the group, stacked; with ``sync_grads`` it is part of the graph."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+        out: Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Gather(torch.autograd.Function):
+    """torch's own, `torch.distributed.nn.functional.all_gather`, fails in gloo groups of some ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: comm.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return torch.stack(comm.all_gather(tensor.contiguous(), group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = comm.reduce_in_place(gradient.contiguous().clone(), "sum", ctx.group)
+        return total[comm.rank(ctx.group)], None
 
 
 class Inputs:
@@ -62,7 +116,7 @@ class Inputs:
         step = None if self.uneven is None else self.uneven.begin_batch()
         if self.uneven is None or step is None or not step.joined:
             return to_device()
-        return self.uneven.emptied_to_device(batch, device)
+        return move_data_to_device(batch, device)  # an emptied one, without the user's transfer hooks
 
     def reduce(self, default: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Return the reduction over the ranks that have something to say; see `Strategy.reduce`."""
@@ -101,8 +155,7 @@ class Inputs:
 
     def barrier(self, default: Callable[[], None]) -> None:
         """Wait for the ranks that run the step."""
-        active = self.active_group()
-        if active is None:
+        if (active := self.active_group()) is None:
             default()
         else:
             comm.barrier(active)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-_COPIED_ARGUMENTS = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph",
-                     "add_dataloader_idx", "metric_attribute")  # fmt: skip
+_COPIED_ARGUMENTS: tuple[str, ...] = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
+_COPIED_ARGUMENTS += ("add_dataloader_idx", "metric_attribute")
 _STATE_OF_LOGGED = ("value", "cumulated_batch_size", "_computed", "has_reset", "_update_count", "_forward_cache")
 
 
@@ -58,11 +58,7 @@ def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
         meta = result.meta
         if meta.fx.split(".")[0] != name or result.has_reset or meta.sync.rank_zero_only:
             continue
-        copied = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
-        arguments = {
-            argument: getattr(meta, argument) for argument in (*copied, "add_dataloader_idx", "metric_attribute")
-        }
-        arguments["sync_dist"] = meta.sync.should
+        arguments = {name: getattr(meta, name) for name in _COPIED_ARGUMENTS} | {"sync_dist": meta.sync.should}
         if meta.sync.group is not None:
             problem = (
                 f"UnevenInputs does not support `self.log({meta.name!r}, ..., sync_dist_group=...)` in a step: ranks "

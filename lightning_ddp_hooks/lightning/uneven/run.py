@@ -27,7 +27,6 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.join.agreement import DIVISORS, Divisor, Step, StepAgreement, active_text
 from lightning_ddp_hooks.join.data import emptied, remove_padding
 from lightning_ddp_hooks.join.loader import Announcement, JoinLoader, LoaderContext, StatefulJoinLoader
-from lightning_ddp_hooks.lightning.uneven.collectives import BATCH_HOOKS, ActiveGroups
 from lightning_ddp_hooks.lightning.uneven.logs import apply_record, mask_logs, record_step, undoing_effects
 
 if TYPE_CHECKING:
@@ -36,6 +35,14 @@ if TYPE_CHECKING:
 Place = Literal["step", "batch hook", "elsewhere"]
 Policy = Literal["join", "stop", "error"]
 POLICIES: tuple[Policy, ...] = ("join", "stop", "error")
+BATCH_HOOKS = frozenset(
+    {
+        *("on_train_batch_start", "on_before_zero_grad", "optimizer_zero_grad", "backward", "on_before_backward"),
+        *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping"),
+        *("lr_scheduler_step", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end"),
+        *("on_test_batch_start", "on_test_batch_end"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,9 @@ class UnevenRun:
         world = comm.resolve_group(None)
         self._agreement = StepAgreement(comm.new_group(world, cpu=True))
         self._group = comm.new_group(world, cpu=True)
-        self._groups = ActiveGroups()
+        # Of each set of active ranks that comes up: at most W - 1 in an epoch, and for fixed shards in all.
+        self._groups: dict[tuple[int, ...], comm.ProcessGroup] = {}
+        self._solo: comm.ProcessGroup | None = None
         self._queues: dict[bool, deque[Announcement]] = {True: deque(), False: deque()}
         self._now: dict[bool, Step | None] = {True: None, False: None}
         self._loader: JoinLoader | None = None
@@ -141,7 +150,8 @@ class UnevenRun:
             return step
         if training and self.settings.policy == "error":
             raise RuntimeError(self._exhausted_text(step))
-        self._groups.prepare(step.ranks)
+        if step.ranks not in self._groups:  # all ranks of the world make it, joined ones too
+            self._groups[step.ranks] = comm.new_subgroup(step.ranks)
         if step.joined:
             mask_logs(_compat.logged_results(self._trainer), lambda: self.joined and self.place() == "batch hook")
         return step
@@ -170,10 +180,6 @@ class UnevenRun:
             'to train on with the ranks that have data, or `policy="stop"` to end each epoch with the shortest '
             "dataloader."
         )
-
-    def emptied_to_device(self, batch: Any, device: torch.device) -> Any:
-        """Move a joined rank's batch, without the user's transfer hooks."""
-        return move_data_to_device(batch, device)
 
     def run_step(
         self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, to_device: Callable[[Any], Any]
@@ -258,16 +264,27 @@ class UnevenRun:
         return None if step is None or not step.tail else self.group_for(step, None)
 
     def group_for(self, step: Step, wanted: Any) -> Any:
-        """Return the group to use in a step in the tail where ``wanted`` was asked for."""
-        return self._groups.for_step(step, wanted)
+        """Return the group to use in a step in the tail where ``wanted`` was asked for; None stands for all ranks."""
+        if step.joined:  # it replays the step without the others
+            self._solo = self._solo or comm.solo_group()
+            return self._solo
+        if wanted is None or len(comm.global_ranks(wanted)) == len(step.active):
+            return self._groups[step.ranks]
+        if set(comm.global_ranks(wanted)) <= set(step.ranks):
+            return wanted
+        raise RuntimeError(
+            f"A process group with ranks {comm.global_ranks(wanted)} is used in a step in which "
+            f"{active_text(step.ranks)}. Use `self.trainer.strategy.active_group()`."
+        )
 
     def close(self) -> None:
         """Free the groups; after an error those that can be, when other ranks may be stuck."""
-        groups = (self._agreement.group, self._group)
+        groups = [self._agreement.group, self._group]
         if not self.failed:
-            for group in groups:
+            for group in (*groups, *self._groups.values()):
                 comm.destroy_group(group)
-            self._groups.close()
         elif not self.broken:
             comm.free_after_error(groups, self._agreement.pending)
-            self._groups.close(failed=True)
+            comm.free_after_error(group for ranks, group in self._groups.items() if comm.rank() in ranks)
+        if self._solo is not None and not self.broken:
+            comm.destroy_group(self._solo)
