@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,7 +25,7 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, checkpoint_io_property
 from lightning_ddp_hooks.lightning.fabric_module import HookedModule
-from lightning_ddp_hooks.lightning.fabric_state import PartialOptimizer, add_states, take_states
+from lightning_ddp_hooks.lightning.fabric_state import FABRIC_KEY, PartialOptimizer, restore_run, take_states
 from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
 from lightning_ddp_hooks.lightning.names import register_names
 from lightning_ddp_hooks.lightning.summary import announce
@@ -248,7 +248,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         self._modules = [*map(weakref.ref, self._live_modules), weakref.ref(wrapped)]
         if first and self.settings.failure_timeout is not None and run.reducer.world_size > 1:
             self._start_watch(run.reducer.control_group, self.settings.failure_timeout)
-        announce(run, settings, rank_zero_info, steps=math.inf)  # how many steps the user's loop has is not known
+        announce(run, settings, steps=math.inf)  # how many steps the user's loop has is not known
         return wrapped
 
     def _settings_with(self, hook: CommHook | None) -> FitSettings:
@@ -284,7 +284,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
             # The model that is being trained now, or else the one that has come furthest.
             return max(places, key=lambda place: (place[1], place[0].step), default=(Progress(0), False))
 
-        watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None), rank_zero_warn)
+        watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None))
 
     @property
     def _scaler(self) -> Any:
@@ -363,9 +363,11 @@ class FabricDDPHooksStrategy(DDPStrategy):
         found = self._models_in(state)
         for run in found.values():
             run.before_checkpoint()
+        if found:
+            state = {**state, FABRIC_KEY: {key: run.state_dict() for key, run in found.items()}}
         self._saving = True
         try:
-            super().save_checkpoint(path, add_states(state, found), *args, **kwargs)
+            super().save_checkpoint(path, state, *args, **kwargs)
         finally:
             self._saving = False
 
@@ -383,16 +385,16 @@ class FabricDDPHooksStrategy(DDPStrategy):
         given = {key: self._loaded_in_parts(value) for key, value in state.items()}
         try:
             remainder = super().load_checkpoint(path, given, strict, **kwargs)
-            states = take_states(remainder, self._models_in(state), str(path))
+            runs = self._models_in(state)
+            states = take_states(remainder, str(path)) if runs else {}
         except Exception as error:
             agree_on_checkpoint(str(path), None, error)
             raise
-        agree_on_checkpoint(str(path), states.progress)
-        for key, value in given.items():
-            if not isinstance(value, PartialOptimizer):
-                state[key] = value
-        for warning in states.apply():
-            rank_zero_warn(warning)
+        steps = [f"{key!r} at training step {read.get('step')}" for key, read in states.items()]
+        agree_on_checkpoint(str(path), ", ".join(steps) or "no progress")
+        state.update({key: value for key, value in given.items() if not isinstance(value, PartialOptimizer)})
+        for key, run in runs.items():
+            restore_run(run, key, states.get(key), str(path))
         return remainder
 
     def _models_in(self, state: Mapping[str, Any]) -> dict[str, TrainingRun]:

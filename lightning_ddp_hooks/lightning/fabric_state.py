@@ -10,10 +10,9 @@ It consists of tensors, str, int, float, bool, None, list and dict only, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
@@ -22,42 +21,26 @@ from lightning_ddp_hooks.run import TrainingRun
 FABRIC_KEY = "lightning_ddp_hooks.fabric"
 
 
-def add_states(state: Mapping[str, Any], runs: Mapping[str, TrainingRun]) -> dict[str, Any]:
-    """Return what the user saves with the states of the runs of its models in it; collective."""
-    return {**state, FABRIC_KEY: {key: run.state_dict() for key, run in runs.items()}} if runs else dict(state)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """States of runs as they were read."""
-
-    states: list[tuple[str, TrainingRun, dict[str, Any] | None]]
-    progress: str
-    path: str
-
-    def apply(self) -> Iterator[str]:
-        """Have the runs go on from there, once models and optimizers are loaded; return warnings."""
-        for key, run, state in self.states:
-            if state is None:
-                if run.keeps_state:
-                    yield (
-                        f"The checkpoint {self.path!r} holds no state of lightning_ddp_hooks for {key!r}: hook and "
-                        f"averager go on as they are, at training step {run.step}."
-                    )
-                continue
-            try:
-                run.load_state_dict(state)
-            except ValueError as error:
-                raise ValueError(f"{self.path}: {error}") from error
-
-
-def take_states(checkpoint: dict[str, Any], runs: Mapping[str, TrainingRun], path: str) -> Restored:
+def take_states(checkpoint: dict[str, Any], path: str) -> dict[str, dict[str, Any]]:
     """Take the states of runs, by the names of their models, out of a checkpoint."""
-    entry = checkpoint.pop(FABRIC_KEY, {}) if runs else {}
+    entry = checkpoint.pop(FABRIC_KEY, {})
     if not isinstance(entry, dict) or not all(isinstance(state, dict) for state in entry.values()):
         raise ValueError(f"{path}: the checkpoint's entry {FABRIC_KEY!r} is damaged: expected a dict for each model.")
-    steps = [f"{key!r} at training step {state.get('step')}" for key, state in entry.items()]
-    return Restored([(key, run, entry.get(key)) for key, run in runs.items()], ", ".join(steps) or "no progress", path)
+    return entry
+
+
+def restore_run(run: TrainingRun, name: str, state: dict[str, Any] | None, path: str) -> None:
+    """Have a run go on from its state in a checkpoint, once model and optimizers are loaded."""
+    if state is not None:
+        try:
+            run.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    elif run.keeps_state:
+        rank_zero_warn(
+            f"The checkpoint {path!r} holds no state of lightning_ddp_hooks for {name!r}: hook and averager go on as "
+            f"they are, at training step {run.step}."
+        )
 
 
 class PartialOptimizer:

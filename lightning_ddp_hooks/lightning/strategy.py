@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,7 +33,7 @@ from lightning_ddp_hooks.lightning.names import averager_by_lightnings_names, ho
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
-from lightning_ddp_hooks.lightning.uneven.inputs import Inputs, op_name
+from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.run import TrainingRun
@@ -59,19 +59,16 @@ class DDPHooksStrategy(DDPStrategy):
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; by default detected (torchrun, SLURM, ...).
-        checkpoint_io: how checkpoints are written; by default in files that are whole or not there, see
-            `lightning_ddp_hooks.lightning.checkpoint_io.AtomicCheckpointIO`.
+        checkpoint_io: how checkpoints are written; by default in files that are whole or not there.
         precision_plugin: set by the Trainer from its ``precision``.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
             Short names are allreduce, batched_powersgd, bf16, fp16, fp8, int8, noop, onebit, post_local_sgd, powersgd,
             quantize_per_channel, quantize_per_tensor, topk.
-        averager: averages the model every few steps instead of gradients at every step; see
-            `lightning_ddp_hooks.averaging`.
+        averager: averages the model every few steps, not gradients at each; see `lightning_ddp_hooks.averaging`.
         average_before_eval: put the averaged model in place for validation.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
-        optimizer_in_hook: steps the optimizer while gradients are being reduced, or shares its state among the ranks,
-            or both; see `lightning_ddp_hooks.optim.OptimizerInHook`.
+        optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -85,17 +82,16 @@ class DDPHooksStrategy(DDPStrategy):
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
-        failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
-            store that it is alive. When a rank fails, dies, or is silent for so long while the others wait for it, they
-            end with an error that names it, its own error if it could still tell, and where they stood; a process that
-            is stuck in a collective of gloo by exiting.
+        failure_timeout: seconds, or None for no failure reports. When a rank fails, dies, or is silent for so long
+            while others wait for it, they end with an error that names it, its own error if it could still tell, and
+            where they stood; a process that is stuck in a collective of gloo exits.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before the step, naming rank
-            and parameter. Has no effect under a GradScaler, which deals with such gradients itself.
+            and parameter. Has no effect under a GradScaler.
         check_logged_values: raise on all ranks when they log different keys with ``sync_dist=True``, or metrics with
-            states that do not go together, instead of reducing what has nothing to do with each other.
+            states that do not go together.
         start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
@@ -206,8 +202,7 @@ class DDPHooksStrategy(DDPStrategy):
     def active_group(self) -> comm.ProcessGroup | None:
         """Return the ranks that run the current step, for collectives of your own in a ``*_step``; None means all.
 
-        In manual optimisation a rank that has run out of data replays its last batch; there the group is that rank
-        alone.
+        In manual optimisation a rank that has run out of data replays its last batch, in a group of its own.
         """
         return self._inputs.active_group()
 
@@ -253,14 +248,11 @@ class DDPHooksStrategy(DDPStrategy):
         super().setup_environment()
         self._failed = self._state.agreed = False
         if self.settings.failure_timeout is not None:
-            self._watch.start(self.settings.failure_timeout, self._progress, self._uneven, lambda: self.launcher)
+            self._watch.start(self.settings.failure_timeout, self._progress, self._inputs, lambda: self.launcher)
 
     def _progress(self) -> tuple[Progress, str]:
         place = Progress(0) if self._run is None else self._run.progress()
         return place, "" if self._logging is None else self._logging.waits_for
-
-    def _uneven(self) -> bool:
-        return self._inputs.uneven is not None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -317,13 +309,11 @@ class DDPHooksStrategy(DDPStrategy):
         self.run.hook.begin()
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
         steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
-        settings = self._settings_now(**facts_of_fit(module))
-        announce(self.run, settings, rank_zero_info, steps=steps, inputs=self._inputs.text())
+        announce(self.run, self._settings_now(**facts_of_fit(module)), steps=steps, inputs=self._inputs.text())
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        dataloader = super().process_dataloader(dataloader)
-        return dataloader if self._inputs.uneven is None else self._inputs.uneven.wrap(dataloader)
+        return self._inputs.wrap(super().process_dataloader(dataloader))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -333,7 +323,7 @@ class DDPHooksStrategy(DDPStrategy):
         )
 
     def _as_if_read(self, batch: Any) -> Any:
-        """Do to a batch what the training loop does to one that it has just read."""
+        # What the training loop does to a batch that it has just read.
         batch = _compat.before_batch_transfer(self.lightning_module, self.precision_plugin.convert_input(batch))
         return super().batch_to_device(batch)
 
@@ -398,9 +388,6 @@ class DDPHooksStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if self._logging is not None and self._inputs.tail is None and self._logging.takes(tensor):
             return self._logging.reduce(tensor, group, reduce_op)
-        if isinstance(tensor, Tensor) and op_name(reduce_op) == "mean" and not tensor.is_floating_point():
-            # Lightning cuts off the mean of integers, and divides the mean of an epoch by such a one.
-            tensor = tensor.to(torch.get_default_dtype())
         return self._inputs.reduce(super().reduce, tensor, group, reduce_op)
 
     @override
@@ -424,18 +411,12 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._run is None or not self._may_communicate:
-            return state
-        return self._run.model_state(state)
+        return state if self._run is None or not self._may_communicate else self._run.model_state(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        run, plain = self._run, getattr(optimizer, "_optimizer", optimizer)
-        state = None
-        if self._may_communicate and run is not None and run.averaging is not None:
-            state = run.optimizer_state(plain)
-        elif self._may_communicate:
-            state = self._state.optimizer_state(plain)
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        state = self._state.optimizer_state(self._run, plain) if self._may_communicate else None
         return super().optimizer_state(optimizer) if state is None else state
 
     @override
@@ -456,13 +437,10 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        run = self._run
-        if run is None or not run.sharded:
+        if self._run is None or not self._run.sharded:
             super().load_optimizer_state_dict(checkpoint)
-        else:
-            self._state.load_optimizers(run, checkpoint["optimizer_states"])
-        if run is not None:
-            self._state.load_averaging(run)
+        if self._run is not None:
+            self._state.load_optimizers(self._run, checkpoint["optimizer_states"])
 
     @override
     def on_train_end(self) -> None:
@@ -485,10 +463,9 @@ class DDPHooksStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._watch.stop()
         self._state.close(self._run)
-        self._run = self._steps = None
         if self._logging is not None:
             self._logging.close(failed=self._failed)
-            self._logging = None
+        self._run = self._steps = self._logging = None
         self._inputs.close()
         super().teardown()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_info
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
@@ -24,14 +25,12 @@ from lightning_ddp_hooks.traffic import sent_by_rank
 log = logging.getLogger(__name__)
 
 
-def announce(
-    run: TrainingRun, settings: FitSettings, say: Callable[[str], object], *, steps: float, inputs: str | None = None
-) -> None:
+def announce(run: TrainingRun, settings: FitSettings, *, steps: float, inputs: str | None = None) -> None:
     """Say on rank zero who communicates what, and warn of what will do nothing."""
     hook, averager = run.hook.declared, settings.averager
     texts = declared(hook, averager, settings.optimizer_in_hook)
     texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
-    say(summary_text(run.reducer.stats(), texts))
+    rank_zero_info(summary_text(run.reducer.stats(), texts))
     if comm.rank(run.reducer.group) == 0:
         useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
         for text in (*useless, *warn_no_effect(settings)):

@@ -49,8 +49,6 @@ def reduced(tensor: Tensor, op: Op, group: comm.ProcessGroup, count: int) -> Ten
     out = tensor.detach().clone()
     if op != "mean":
         return comm.reduce_in_place(out, op, group)
-    if not (out.is_floating_point() or out.is_complex()):
-        out = out.double()  # Lightning's epoch means divide by a mean of integers, which must not be cut off
     return comm.reduce_in_place(out, "sum", group) / count
 
 
@@ -103,6 +101,10 @@ class Inputs:
         """Return the ranks that run the current step; None means all."""
         return None if self.uneven is None else self.uneven.active_group()
 
+    def wrap(self, loader: Any) -> Any:
+        """Wrap a loader that Lightning has prepared; collective."""
+        return loader if self.uneven is None else self.uneven.wrap(loader)
+
     def run_step(
         self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, to_device: Callable[[Any], Any]
     ) -> Any:
@@ -121,9 +123,15 @@ class Inputs:
     def reduce(self, default: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Return the reduction over the ranks that have something to say; see `Strategy.reduce`."""
         run = self.uneven
-        if run is None or not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):
             return default(tensor, group, reduce_op)
-        op, tail = op_name(reduce_op), run.tail
+        op = op_name(reduce_op)
+        if op == "mean" and not tensor.is_floating_point():
+            # Lightning cuts off the mean of integers, and divides the mean of an epoch by such a one.
+            tensor = tensor.to(torch.get_default_dtype())
+        if run is None:
+            return default(tensor, group, reduce_op)
+        tail = run.tail
         if tail is not None and run.place() == "step":
             active = run.group_for(tail, group)
             return reduced(tensor, op, active, comm.world_size(active))
