@@ -22,9 +22,12 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, training_state
-from lightning_ddp_hooks.config import Settings
+from lightning_ddp_hooks.config import Settings, replicas_differ_from
 from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
+from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
@@ -32,7 +35,6 @@ from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 from lightning_ddp_hooks.run_averaging import RunAveraging
-from lightning_ddp_hooks.run_checks import RunChecks
 from lightning_ddp_hooks.run_hook import RunHook
 
 
@@ -101,7 +103,8 @@ class TrainingRun:
             agree_on={**settings.to_agree_on(), **(agree_on or {})},
         )
         self.reducer.on_backward_begin = self._begin_backward
-        self._checks = RunChecks(settings, self.reducer, scaled=scaler is not None)
+        watches = settings.detect_nonfinite and scaler is None
+        self._nonfinite = self.reducer.nonfinite = NonfiniteGuard(self.reducer.control_group) if watches else None
         self._weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
         self.weighs_samples = weighs_samples
         self.averaging: RunAveraging | None = None
@@ -248,7 +251,9 @@ class TrainingRun:
         self.step += 1
         if self.averaging is not None:
             self.averaging.step_ended()
-        self._checks.after_step(self.step, self.hook.declared, averaged=self._replicas_differ)
+        every = self.settings.check_replicas_every_n_steps
+        if every and self.step % every == 0:
+            self._compare_replicas(f"by the end of step {self.step - 1}")
 
     def progress(self) -> Progress:
         """Tell how far it has come; from any thread."""
@@ -274,7 +279,8 @@ class TrainingRun:
     def before_checkpoint(self) -> None:
         """Settle what is pending, and compare the parameters of all ranks before they are saved; collective."""
         self.reducer.settle_status()
-        self._checks.before_checkpoint(self.step, self.hook.declared, averaged=self._replicas_differ)
+        if self.settings.check_replicas_every_n_steps != 0:
+            self._compare_replicas(f"before the checkpoint of step {self.step}")
 
     def finish(self) -> None:
         """Settle what is pending, and give all ranks the averaged model for good; collective."""
@@ -282,18 +288,30 @@ class TrainingRun:
         if self.averaging is not None:
             self.averaging.driver.finish()
 
-    @property
-    def _replicas_differ(self) -> bool:
-        return self.averaging is not None and not self.averaging.driver.broadcasts_buffers()
+    def _compare_replicas(self, when: str) -> None:
+        """Compare the parameters of all ranks, where they are meant to be the same; collective."""
+        if self.averaging is not None and not self.averaging.driver.broadcasts_buffers():
+            return
+        hook, reducer = self.hook.declared, self.reducer
+        # Whoever asks for the check under a function of their own knows what it gives the ranks.
+        asked_for = bool(self.settings.check_replicas_every_n_steps) and isinstance(hook, TorchHook)
+        first = replicas_differ_from(hook)
+        if reducer.world_size > 1 and (asked_for or first is None or self.step <= first):
+            named = [(n, p) for n, p in zip(reducer.names, reducer.params, strict=True) if p.requires_grad]
+            check_replicas([n for n, _ in named], [p for _, p in named], reducer.control_group, when)
 
-    def look_at_unreduced_gradients(self) -> None:
-        """Look at gradients that are about to be used without being reduced; `check_gradients` follows."""
-        if self.trains_alone:
-            self._checks.look_at_unreduced_gradients()
+    def look_at_gradients(self) -> None:
+        """Look at gradients as they are, before they are used without being reduced; `check_gradients` follows."""
+        if self._nonfinite is not None:
+            named = zip(reversed(self.reducer.names), reversed(self.reducer.params), strict=True)
+            self._nonfinite.look_at_all((name, param.grad) for name, param in named)
 
     def check_gradients(self, *, unreduced: bool = False) -> None:
         """Raise on all ranks if a gradient was not finite, and the user wants to know; collective."""
-        self._checks.check_gradients(self.step, unreduced=unreduced)
+        if self._nonfinite is not None:
+            if unreduced:
+                self.look_at_gradients()
+            self._nonfinite.check(self.step)
 
     @property
     def keeps_state(self) -> bool:

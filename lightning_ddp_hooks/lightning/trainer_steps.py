@@ -116,7 +116,8 @@ class TrainerSteps:
         run = self._run
         self._reducer.finalize_pending_backward()
         if self._manual:
-            run.look_at_unreduced_gradients()  # the backward may have been the user's own
+            if run.trains_alone:
+                run.look_at_gradients()  # the backward may have been the user's own
             output = perform(closure)
             run.hook.note_loss_scale()
             return output
