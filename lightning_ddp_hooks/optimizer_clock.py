@@ -53,10 +53,9 @@ class OptimizerClock:
 
     def warning(self, settings: Settings, hook: CommHook | None) -> str | None:
         """Say which settings wait for steps that are never counted, since no optimizer was set up; None if none do."""
-        values = {"comm_hook": hook, "averager": settings.averager}
+        every = settings.check_replicas_every_n_steps or None
+        values = {"comm_hook": hook, "averager": settings.averager, "check_replicas_every_n_steps": every}
         names = [f"`{name}`" for name, value in values.items() if value is not None]
-        if settings.check_replicas_every_n_steps:
-            names.append("`check_replicas_every_n_steps`")
         if not names or self.optimizers():
             return None
         return (

@@ -33,7 +33,7 @@ class RunAveraging:
         step: Callable[[], int],
     ) -> None:
         assert settings.averager is not None
-        flags = {"before_eval": settings.average_before_eval, "save_replicas": settings.save_replicas}
+        flags: dict[str, Any] = {"before_eval": settings.average_before_eval, "save_replicas": settings.save_replicas}
         self._start = partial(Averaging, settings.averager, module, optimizers, **flags)
         self._reducer = reducer
         self._hook = hook

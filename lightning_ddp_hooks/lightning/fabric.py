@@ -58,8 +58,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         averager: averages the model every few steps instead of gradients at every step; see
             `lightning_ddp_hooks.averaging`. Evaluate under `averaged_model`, and call `finish_averaging` at the end.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
-        optimizer_in_hook: steps the optimizer while gradients are being reduced, or shares its state among the ranks,
-            or both; see `lightning_ddp_hooks.optim.OptimizerInHook`. Needs ``fabric.setup(model, optimizer)``.
+        optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both;
+            needs ``fabric.setup(model, optimizer)``.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -69,9 +69,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives.
-        failure_timeout: seconds, or None for no failure reports. From the first setup to the end of the process each
-            rank tells the others through the store that it is alive; a rank that waits in a backward or a step for one
-            that has failed, died or been silent for so long ends with an error that names it.
+        failure_timeout: seconds, or None for no failure reports. From the first setup on, a rank that waits in a
+            backward or a step for one that has failed, died or been silent for so long ends with an error naming it.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ nothing is compared.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before it is clipped or the
@@ -188,11 +187,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
     @override
     def setup_module(self, module: nn.Module) -> HookedModule:  # type: ignore[override]
         """Build a reducer for the module; collective."""
-        if self.settings.optimizer_in_hook is not None and any(p.requires_grad for p in module.parameters()):
-            raise ValueError(
-                "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
-                "`model, optimizer = fabric.setup(model, optimizer)`, not `fabric.setup_module(model)`."
-            )
+        if any(p.requires_grad for p in module.parameters()):
+            self._refuse_separate_setup("fabric.setup_module(model)")
         wrapped = self._set_up(module, [])
         for optimizer in _alive(self._lone_optimizers):
             wrapped.clock.adopt(optimizer)
@@ -200,11 +196,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self.settings.optimizer_in_hook is not None:
-            raise ValueError(
-                "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
-                "`model, optimizer = fabric.setup(model, optimizer)`, not `fabric.setup_optimizers(optimizer)`."
-            )
+        self._refuse_separate_setup("fabric.setup_optimizers(optimizer)")
         self._lone_optimizers = [weakref.ref(one) for one in (*_alive(self._lone_optimizers), optimizer)]
         for module in self._live_modules:
             module.clock.adopt(optimizer)
@@ -228,6 +220,13 @@ class FabricDDPHooksStrategy(DDPStrategy):
             for optimizer in optimizers:  # one may have the parameters of several models
                 model.clock.adopt(optimizer)
         return (wrapped, optimizers, *scheduler)
+
+    def _refuse_separate_setup(self, call: str) -> None:
+        if self.settings.optimizer_in_hook is not None:
+            raise ValueError(
+                "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
+                f"`model, optimizer = fabric.setup(model, optimizer)`, not `{call}`."
+            )
 
     def _set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> HookedModule:
         settings = self._settings_with(self.settings.hook)

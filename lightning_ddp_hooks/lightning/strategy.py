@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,8 +43,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
     from lightning_ddp_hooks.lightning.uneven.run import UnevenSettings
-
-log = logging.getLogger(__name__)
 
 
 class DDPHooksStrategy(DDPStrategy):
@@ -106,6 +102,8 @@ class DDPHooksStrategy(DDPStrategy):
         >>> Trainer(strategy="ddp_hooks")
         >>> Trainer(strategy=DDPHooksStrategy(bucket_cap_mb=4, find_unused_parameters=True))
     """
+
+    checkpoint_io = checkpoint_io_property
 
     def __init__(
         self,
@@ -194,10 +192,10 @@ class DDPHooksStrategy(DDPStrategy):
         if self.settings.hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         raise_on_conflict(self._settings_now(comm_hook=declared))
-        if self._run is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
-            self._run.install_hook(declared)
-        else:
+        if self._run is None:
             self.settings = replace(self.settings, comm_hook=declared)
+        else:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
+            self._run.install_hook(declared)
 
     def active_group(self) -> comm.ProcessGroup | None:
         """Return the ranks that run the current step, for collectives of your own in a ``*_step``; None means all.
@@ -209,12 +207,7 @@ class DDPHooksStrategy(DDPStrategy):
     def use_averager(
         self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
     ) -> None:
-        """Average the model; as if given to the constructor. Before the strategy is set up.
-
-        Raises:
-            TypeError: not an averager.
-            ValueError: there is an averager already, or it does not go with another setting.
-        """
+        """Average the model, as if that was given to the constructor; before the strategy is set up."""
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
         flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
@@ -233,15 +226,11 @@ class DDPHooksStrategy(DDPStrategy):
         hook = comm_hook or (self.settings.hook if self._run is None else self._run.hook.declared)
         return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
 
-    checkpoint_io = checkpoint_io_property
-
     @property
     def _may_communicate(self) -> bool:
         """Whether all ranks are where this one is; not while an exception is handled, nor in one that only launches."""
-        if self._failed or not comm.is_initialized():
-            return False
         module = self.lightning_module
-        return module is None or not module.trainer.interrupted
+        return not self._failed and comm.is_initialized() and (module is None or not module.trainer.interrupted)
 
     @override
     def setup_environment(self) -> None:
@@ -267,9 +256,9 @@ class DDPHooksStrategy(DDPStrategy):
         """Build the training run; the model stays as it is."""
         module = self.lightning_module
         assert module is not None
-        manual = not module.automatic_optimization
-        raise_on_conflict(self._settings_now(**facts_of_fit(module)))
-        if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
+        manual, settings = not module.automatic_optimization, self._settings_now(**facts_of_fit(module))
+        raise_on_conflict(settings)
+        if settings.steps_early:
             warn_if_too_late(module)
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
         self._run = TrainingRun(
@@ -286,7 +275,6 @@ class DDPHooksStrategy(DDPStrategy):
         )
         self._state.begin(self._run)
         self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
-        log.debug("reducer: %s", self._run.reducer.stats())
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -308,7 +296,7 @@ class DDPHooksStrategy(DDPStrategy):
         assert module is not None
         self.run.hook.begin()
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
-        steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
+        steps = float(module.trainer.estimated_stepping_batches if known else "inf")
         announce(self.run, self._settings_now(**facts_of_fit(module)), steps=steps, inputs=self._inputs.text())
 
     @override
@@ -344,16 +332,16 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        steps, module = self._steps, self.lightning_module
+        steps, module, precision = self._steps, self.lightning_module, self.precision_plugin
         if steps is None or module is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         closure_loss = steps.weighted(closure_loss)
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        closure_loss = precision.pre_backward(closure_loss, module)
         with steps.backward(closure_loss) as runs:
             if runs:
-                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -368,11 +356,8 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self._steps is None:
+        with nullcontext() if self._steps is None else self._steps.accumulating():
             yield
-        else:
-            with self._steps.accumulating():
-                yield
 
     @override
     def on_validation_start(self) -> None:
@@ -429,8 +414,8 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        read = super().load_checkpoint
-        checkpoint = self._state.load(str(checkpoint_path), lambda: read(checkpoint_path, *args, **kwargs))
+        read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
+        checkpoint = self._state.load(str(checkpoint_path), read)
         if self._run is not None and self._state.restored is not None:  # a tuner puts back where it began
             self._run.restore(self._state.restored)
         return checkpoint

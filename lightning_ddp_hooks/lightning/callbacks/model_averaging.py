@@ -47,12 +47,11 @@ class ModelAveraging(Callback):
     ) -> None:
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
-        for name, flag in (("average_before_eval", average_before_eval), ("save_replicas", save_replicas)):
+        self._flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
+        for name, flag in self._flags.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
         self.averager = averager
-        self._before_eval = average_before_eval
-        self._save_replicas = save_replicas
         self._averaging: Averaging | None = None
         self._final: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
@@ -71,8 +70,7 @@ class ModelAveraging(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, DDPHooksStrategy):
             if self._handed_to is not strategy:  # it keeps the averager for further fits
-                flags = {"average_before_eval": self._before_eval, "save_replicas": self._save_replicas}
-                strategy.use_averager(self.averager, **flags)
+                strategy.use_averager(self.averager, **self._flags)
                 self._handed_to = strategy
             return
         if type(strategy) is not DDPStrategy:
@@ -97,12 +95,13 @@ class ModelAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
+            before_eval, save_replicas = self._flags.values()
             self._averaging = Averaging(
                 self.averager,
                 pl_module,
                 lambda: trainer.strategy.optimizers,
-                before_eval=self._before_eval,
-                save_replicas=self._save_replicas,
+                before_eval=before_eval,
+                save_replicas=save_replicas,
             )
 
     @override
