@@ -27,7 +27,7 @@ from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, che
 from lightning_ddp_hooks.lightning.fabric_module import HookedModule
 from lightning_ddp_hooks.lightning.fabric_state import FABRIC_KEY, PartialOptimizer, restore_run, take_states
 from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
-from lightning_ddp_hooks.lightning.names import register_names
+from lightning_ddp_hooks.lightning.names import PASSED_ON, register_names
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
@@ -115,18 +115,10 @@ class FabricDDPHooksStrategy(DDPStrategy):
         detect_nonfinite: bool = False,
         start_method: StartMethod = "popen",
     ) -> None:
-        self.settings = Settings.from_arguments("FabricDDPHooksStrategy", locals())
+        given = dict(locals())
+        self.settings = Settings.from_arguments("FabricDDPHooksStrategy", given)
         raise_on_conflict(self.settings.in_fit())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(precision=precision, **{name: given[name] for name in PASSED_ON})
         self._backward_sync_control = _SyncControl()  # type: ignore[assignment]
         # Held weakly: a model that the user lets go of goes.
         self._modules: list[weakref.ref[HookedModule]] = []

@@ -27,7 +27,12 @@ from lightning_ddp_hooks.lightning.checkpoint_io import checkpoint_io_property
 from lightning_ddp_hooks.lightning.failure_watch import TrainerWatch
 from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit, to_agree_on_in_fit, warn_if_too_late
 from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
-from lightning_ddp_hooks.lightning.names import averager_by_lightnings_names, hook_by_lightnings_names, register_names
+from lightning_ddp_hooks.lightning.names import (
+    PASSED_ON,
+    averager_by_lightnings_names,
+    hook_by_lightnings_names,
+    register_names,
+)
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
@@ -144,16 +149,7 @@ class DDPHooksStrategy(DDPStrategy):
         given["averager"] = averager_by_lightnings_names(averager, model_averaging_period, ddp_comm_state)
         self.settings = Settings.from_arguments("DDPHooksStrategy", given)
         raise_on_conflict(self.settings.in_fit())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(precision_plugin=precision_plugin, **{name: given[name] for name in PASSED_ON})
         self._steps: TrainerSteps | None = None
         self._run: TrainingRun | None = None
         self._inputs = Inputs()
@@ -327,7 +323,7 @@ class DDPHooksStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         self._steps.begin(args[0] if args else kwargs)
-        step = self._steps.user_step(super().training_step)
+        step = partial(self._steps.user_step, super().training_step)
         return self._steps.end(self._inputs.run_step("training_step", step, args, kwargs, self._as_if_read))
 
     @override

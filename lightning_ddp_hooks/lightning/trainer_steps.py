@@ -49,20 +49,16 @@ class TrainerSteps:
             # Also where replicas train for themselves: one without data follows those that have some.
             self._reducer.sync = True
         self._run.before_forward()
-        if self._run.weighs_samples:
-            self._run.announce_samples(_compat.samples_in(batch))
+        if self._run.weights is not None:
+            self._run.weights.post(_compat.samples_in(batch))
         self._before = (self._reducer.synced_backwards, self._run.windowed_backwards)
 
-    def user_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the user's step with what all ranks that run it do at its end, before anything else collective."""
-
-        def with_end(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            if self._manual:
-                self._reducer.end_step()
-            return output
-
-        return with_end
+    def user_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step, and what all ranks that run it do at its end, before anything else collective."""
+        output = step(*args, **kwargs)
+        if self._manual:
+            self._reducer.end_step()
+        return output
 
     def end(self, output: Any) -> Any:
         """Take what the user's step returned, and return what Lightning is to see; collective."""
@@ -83,7 +79,7 @@ class TrainerSteps:
         if by_hand or run.trains_alone:
             run.check_gradients()
         run.step_ended()
-        if by_hand and (uneven or run.weighs_samples):
+        if by_hand and (uneven or run.weights is not None):
             cause = '`gradient_weighting="samples"` scales' if not uneven else "UnevenInputs scales"
             raise RuntimeError(
                 f"{cause} the loss in `manual_backward`; with `loss.backward()` it would have no effect. Call "
@@ -92,8 +88,8 @@ class TrainerSteps:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss scaled by this rank's weight."""
-        uneven = self._inputs.uneven
-        factor = self._run.loss_factor() if uneven is None else uneven.factor()
+        weights = self._inputs.uneven or self._run.weights
+        factor = 1.0 if weights is None else weights.factor()
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
