@@ -153,7 +153,6 @@ class DDPHooksStrategy(DDPStrategy):
         self._steps: TrainerSteps | None = None
         self._run: TrainingRun | None = None
         self._inputs = Inputs()
-        self._logging: LoggingCheck | None = None
         self._watch = TrainerWatch()
         self._failed = False
         self._state = TrainerState()
@@ -237,14 +236,14 @@ class DDPHooksStrategy(DDPStrategy):
 
     def _progress(self) -> tuple[Progress, str]:
         place = Progress(0) if self._run is None else self._run.progress()
-        return place, "" if self._logging is None else self._logging.waits_for
+        return place, "" if self._inputs.logging is None else self._inputs.logging.waits_for
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
+            self._inputs.logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
         self._watch.set_up()
 
     @override
@@ -301,10 +300,8 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        to_device = super().batch_to_device
-        return self._inputs.batch_to_device(
-            batch, device or self.root_device, lambda: to_device(batch, device, dataloader_idx)
-        )
+        to_device = partial(super().batch_to_device, batch, device, dataloader_idx)
+        return self._inputs.batch_to_device(batch, device or self.root_device, to_device)
 
     def _as_if_read(self, batch: Any) -> Any:
         # What the training loop does to a batch that it has just read.
@@ -367,8 +364,6 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if self._logging is not None and self._inputs.tail is None and self._logging.takes(tensor):
-            return self._logging.reduce(tensor, group, reduce_op)
         return self._inputs.reduce(super().reduce, tensor, group, reduce_op)
 
     @override
@@ -444,9 +439,7 @@ class DDPHooksStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._watch.stop()
         self._state.close(self._run)
-        if self._logging is not None:
-            self._logging.close(failed=self._failed)
-        self._run = self._steps = self._logging = None
+        self._run = self._steps = None
         self._inputs.close()
         super().teardown()
 

@@ -9,31 +9,20 @@ Where a collective is called from decides who takes part in it in the tail (see 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.lightning.logged_values import LoggingCheck, Op, op_name
 from lightning_ddp_hooks.lightning.uneven.run import UnevenRun, UnevenSettings
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_ddp_hooks.join.agreement import Step
-
-
-Op = Literal["sum", "max", "min", "product", "mean"]
-
-
-def op_name(op: Any) -> Op:
-    """Return the name of a reduction as Lightning or torch give it; None is a sum."""
-    name = "sum" if op is None else str(op).rpartition(".")[2].lower()
-    name = "mean" if name == "avg" else name
-    if name not in get_args(Op):
-        raise ValueError(f"Expected a sum, mean, max, min or product for `reduce_op`, got {op!r}.")
-    return name  # type: ignore[return-value]
 
 
 def neutral(tensor: Tensor, op: Op) -> Tensor:
@@ -78,6 +67,8 @@ class Inputs:
 
     def __init__(self) -> None:
         self.uneven: UnevenRun | None = None
+        self.logging: LoggingCheck | None = None
+        self._failed = False
 
     def start(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
         """Begin a run with uneven inputs; collective."""
@@ -123,6 +114,8 @@ class Inputs:
     def reduce(self, default: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Return the reduction over the ranks that have something to say; see `Strategy.reduce`."""
         run = self.uneven
+        if self.logging is not None and self.tail is None and self.logging.takes(tensor):
+            return self.logging.reduce(tensor, group, reduce_op)
         if not isinstance(tensor, Tensor):
             return default(tensor, group, reduce_op)
         op = op_name(reduce_op)
@@ -178,11 +171,14 @@ class Inputs:
 
     def fail(self, *, broken: bool) -> None:
         """Take note that this rank ends with an error; ``broken`` if groups may wait for anything."""
+        self._failed = True
         if self.uneven is not None:
             self.uneven.failed, self.uneven.broken = True, broken
 
     def close(self) -> None:
         """End the run."""
+        if self.logging is not None:
+            self.logging.close(failed=self._failed)
         if self.uneven is not None:
             self.uneven.close()
-            self.uneven = None
+        self.logging, self.uneven, self._failed = None, None, False
