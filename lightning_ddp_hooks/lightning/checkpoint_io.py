@@ -55,8 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             local.parent.mkdir(parents=True, exist_ok=True)
             _write(checkpoint, local)
         except (OSError, RuntimeError) as error:
-            cause = _cause(error)
-            if cause is None:
+            if (cause := _cause(error)) is None:
                 raise
             before = "the one that was there before is untouched" if local.exists() else "no part of it is left"
             text = (
@@ -85,10 +84,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(str(path), map_location, **options)
         except pickle.UnpicklingError as error:
             raise type(error)(f"Could not read the checkpoint {str(path)!r}: {error}") from error
-        except FileNotFoundError:
-            raise
         except Exception as error:  # torch raises whatever it stumbles over, also OSErrors
-            if isinstance(error, OSError) and error.filename is not None:
+            if isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.filename is not None):
                 raise
             text = str(error).partition("\n")[0]
             raise RuntimeError(_unreadable(path, f"{type(error).__name__}: {text}")) from error
@@ -127,10 +124,8 @@ def agree_on_checkpoint(path: str | None, progress: str | None, error: Exception
         if text is not None:
             raise RuntimeError(f"Rank {rank} could not read the checkpoint {name!r}. Its error: {text}")
     if len({progress for _, progress, _ in found}) > 1:
-        lines = [
-            f"rank {rank}: {'none' if name is None else f'{name!r} ({progress})'}"
-            for rank, (name, progress, _) in enumerate(found)
-        ]
+        texts = ["none" if name is None else f"{name!r} ({progress})" for name, progress, _ in found]
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
         raise RuntimeError(
             f"The ranks would not go on from the same checkpoint: {'; '.join(lines)}. Rank 0 writes checkpoints: if "
             "hosts do not share the folder, copy the file to the same place on each before resuming."

@@ -60,16 +60,13 @@ def start_detector(
                 child.kill()
         os._exit(code)
 
-    rank, world_size, host = comm.rank(group), comm.world_size(group), comm.store_host()
-    return FailureDetector(
-        store, rank, world_size, where, timeout=timeout, store_host=host, exit_process=exit_process, **options
-    )
+    options |= {"timeout": timeout, "store_host": comm.store_host(), "exit_process": exit_process}
+    return FailureDetector(store, comm.rank(group), comm.world_size(group), where, **options)
 
 
 def explain(detector: FailureDetector, error: BaseException) -> None:
     """Tell the others of an error that this rank ends with; if it is their doing, have it say whose."""
-    report = detector.explain(error)
-    if report is not None:  # whoever raises this very exception again shows it
+    if (report := detector.explain(error)) is not None:  # whoever raises this very exception again shows it
         attach_report(error, report)
 
 
@@ -107,7 +104,7 @@ class TrainerWatch:
         self._detector = start_detector(name, world, timeout, where, launcher, **options)
 
     def set_up(self) -> None:
-        """Be less patient: data are read and models built."""
+        """Take note that data are read and models built, so that there is less to wait for."""
         if self._detector is not None:
             self._detector.patient = False
 

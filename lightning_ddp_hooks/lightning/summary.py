@@ -49,10 +49,8 @@ def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> s
     """
     ranks, total = facts["world_size"], facts["total_parameter_size_bytes"]
     first, cap = facts["first_bucket_bytes"], facts["bucket_cap_bytes"]
-    if total < 2 * min(first, cap):
-        sizes = "one bucket"
-    else:
-        sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
+    sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
+    sizes = "one bucket" if total < 2 * min(first, cap) else sizes
     instead = " and ".join(label for label in ("hook", "averager") if parts.get(label) is not None)
     sends = f", without {instead}, would send" if instead else " sends"
     sent = sent_by_rank("all_reduce", total, ranks)
@@ -87,12 +85,9 @@ def brief(declaration: object) -> str:
         return f"{hook_name(called)}({', '.join(given)})"
     if isinstance(declaration, torch.dtype) or not is_dataclass(declaration) or isinstance(declaration, type):
         return declaration_text(declaration)
-    inside = []
-    for entry in fields(declaration):
-        value = getattr(declaration, entry.name, MISSING)
-        if entry.repr and value is not MISSING and _differs(value, entry):
-            inside.append(f"{entry.name}={brief(value)}")
-    return f"{type(declaration).__name__}({', '.join(inside)})"
+    values = [(entry, getattr(declaration, entry.name, MISSING)) for entry in fields(declaration) if entry.repr]
+    changed = [(entry, value) for entry, value in values if value is not MISSING and _differs(value, entry)]
+    return f"{type(declaration).__name__}({', '.join(f'{entry.name}={brief(value)}' for entry, value in changed)})"
 
 
 _SHOWN = 8

@@ -29,8 +29,7 @@ class TrainerSteps:
         self._inputs = inputs
         self._manual = manual
         self._device = device
-        self._missing_loss = False
-        self._accumulates = False
+        self._missing_loss = self._accumulates = False
         self._before = (0, 0)
 
     @contextmanager
@@ -62,8 +61,7 @@ class TrainerSteps:
 
     def end(self, output: Any) -> Any:
         """Take what the user's step returned, and return what Lightning is to see; collective."""
-        tail = self._inputs.tail
-        if tail is not None:
+        if (tail := self._inputs.tail) is not None:
             self._reducer.buffers.refresh(tail.first)
         if self._manual:
             self._end_manual_step()

@@ -64,8 +64,7 @@ class UnevenRun:
 
     def __init__(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
         self.settings = settings
-        self.failed = False  # no collective is possible any more
-        self.broken = False  # nor is it known what groups still wait for
+        self.failed = self.broken = False  # no collective is possible any more; nor is it known what groups wait for
         self._trainer = trainer
         world = comm.resolve_group(None)
         self._agreement = StepAgreement(comm.new_group(world, cpu=True))
@@ -108,9 +107,8 @@ class UnevenRun:
         elif trainer.testing:
             name, limit = "test_step", trainer.limit_test_batches
         module = trainer.lightning_module
-        if is_overridden(name, module) and is_param_in_hook_signature(
-            getattr(module, name), "dataloader_iter", explicit=True
-        ):
+        step = getattr(module, name)
+        if is_overridden(name, module) and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ValueError(
                 f"UnevenInputs does not support `{name}(self, dataloader_iter)`: the step itself would decide how many "
                 "batches it takes. Take a batch instead."
@@ -126,8 +124,7 @@ class UnevenRun:
             limit=limit if isinstance(limit, int) and not isinstance(limit, bool) else None,
             failed=lambda: self.failed,
         )
-        # Padding makes loaders even; with the other policies that is what the user wants of it in training.
-        if not training or settings.policy == "join":
+        if not training or settings.policy == "join":  # with other policies the user may want loaders to be even
             remove_padding(loader)
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return (StatefulJoinLoader if stateful else JoinLoader)(loader, context)
@@ -219,10 +216,8 @@ class UnevenRun:
 
     def _mirror(self, step: Step, name: str, output: Any = None) -> Any:
         """Give joined ranks what the lowest active rank logged and returned; return the latter. Collective."""
-        speaks = step.rank == step.first
-        record = comm.broadcast_object(
-            record_step(self._trainer, name, output) if speaks else None, self._group, step.first
-        )
+        own = record_step(self._trainer, name, output) if step.rank == step.first else None
+        record = comm.broadcast_object(own, self._group, step.first)
         if record.problem is not None:
             raise RuntimeError(record.problem)
         if step.joined:
