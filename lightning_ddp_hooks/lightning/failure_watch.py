@@ -100,7 +100,7 @@ class TrainerWatch:
 
         name, world = f"run-{next(_runs)}", comm.resolve_group(None)  # all ranks begin the same runs
         cause = f"{LIKELY_CAUSE} The callback `UnevenInputs` handles them."
-        options = {"patient": True, "likely_cause": lambda: cause if inputs.uneven is None else ""}
+        options = {"patient": True, "likely_cause": lambda: "" if inputs.uneven else cause}
         self._detector = start_detector(name, world, timeout, where, launcher, **options)
 
     def set_up(self) -> None:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.health.logged import LoggedValues
+from lightning_ddp_hooks.lightning.uneven.collectives import op_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torchmetrics import Metric
-
-
-Op = Literal["sum", "max", "min", "product", "mean"]
-
-
-def op_name(op: Any) -> Op:
-    """Return the name of a reduction as Lightning or torch give it; None is a sum."""
-    name = "sum" if op is None else str(op).rpartition(".")[2].lower()
-    name = "mean" if name == "avg" else name
-    if name not in get_args(Op):
-        raise ValueError(f"Expected a sum, mean, max, min or product for `reduce_op`, got {op!r}.")
-    return name  # type: ignore[return-value]
 
 
 class LoggingCheck:

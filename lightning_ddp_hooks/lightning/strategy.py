@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_ddp_hooks.lightning.uneven.run import UnevenSettings
+    from lightning_ddp_hooks.lightning.uneven.inputs import UnevenSettings
 
 
 class DDPHooksStrategy(DDPStrategy):
@@ -263,7 +263,7 @@ class DDPHooksStrategy(DDPStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             in_parts=manual,
             ends_steps=manual,
-            weighs_samples=self.settings.gradient_weighting == "samples" and self._inputs.uneven is None,
+            weighs_samples=self.settings.gradient_weighting == "samples" and not self._inputs.uneven,
             agree_on={"UnevenInputs": self._inputs.text(), **to_agree_on_in_fit(module.trainer)},
             restored=self._state.restored,
             warn=rank_zero_warn,
@@ -440,7 +440,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._watch.stop()
         self._state.close(self._run)
         self._run = self._steps = None
-        self._inputs.close()
+        self._inputs.close(failed=self._failed)
         super().teardown()
 
     @classmethod

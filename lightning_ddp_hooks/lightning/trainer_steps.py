@@ -72,7 +72,7 @@ class TrainerSteps:
         return output
 
     def _end_manual_step(self) -> None:
-        run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven is not None
+        run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven
         by_hand = self._reducer.synced_backwards - synced > run.windowed_backwards - windowed
         if by_hand or run.trains_alone:
             run.check_gradients()
@@ -86,15 +86,15 @@ class TrainerSteps:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss scaled by this rank's weight."""
-        weights = self._inputs.uneven or self._run.weights
-        factor = 1.0 if weights is None else weights.factor()
+        weights = self._run.weights
+        factor = self._inputs.factor() if weights is None else weights.factor()
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[bool]:
         """Surround the backward of a loss; gives whether it is to be run, or this rank takes part without."""
         missing, self._missing_loss = self._missing_loss, False
-        joined = self._inputs.uneven is not None and self._inputs.uneven.joined
+        joined = self._inputs.joined
         constant = not (missing or joined or loss.requires_grad)
         if constant:
             warnings.warn(
