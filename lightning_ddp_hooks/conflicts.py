@@ -18,8 +18,10 @@ from lightning_ddp_hooks.config import FitSettings
 from lightning_ddp_hooks.optim.sharding import sharding_problem
 from lightning_ddp_hooks.reducer.config import USED_CHANGES_AND_DOES_NOT
 
-_TWO_PHASES = "use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or leave "
-_TWO_PHASES += "`optimizer_in_hook` out."
+TWO_PHASES = (
+    "use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or leave "
+    "`optimizer_in_hook` out."
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ RULES: tuple[ConflictRule, ...] = (
         ("steps while gradients come", 'skip_missing_loss="all"'),
         lambda s: s.steps_early and s.skip_missing_loss == "all",
         '`skip_missing_loss="all"` decides after the backward whether there is a step, but `optimizer_in_hook` makes '
-        f"it while gradients come: {_TWO_PHASES}",
+        f"it while gradients come: {TWO_PHASES}",
     ),
     ConflictRule(
         ("steps while gradients come", "detect_nonfinite"),
@@ -142,25 +144,25 @@ RULES: tuple[ConflictRule, ...] = (
         ("steps while gradients come", "manual optimisation"),
         lambda s: s.steps_early and s.manual,
         "In manual optimisation the steps are yours to make, but `optimizer_in_hook` makes them while gradients come: "
-        f"{_TWO_PHASES}",
+        f"{TWO_PHASES}",
     ),
     ConflictRule(
         ("steps while gradients come", "gradient_clip_val"),
         lambda s: s.steps_early and s.gradient_clip_val,
         "`gradient_clip_val={s.gradient_clip_val}` needs all gradients before the step, but `optimizer_in_hook` steps "
-        f"while they come: {_TWO_PHASES}",
+        f"while they come: {TWO_PHASES}",
     ),
     ConflictRule(
         ("steps while gradients come", "a GradScaler"),
         lambda s: s.steps_early and s.scaler,
         "A GradScaler (`precision='16-mixed'`) needs all gradients before it decides on the step, but "
-        f"`optimizer_in_hook` steps while they come: {_TWO_PHASES}",
+        f"`optimizer_in_hook` steps while they come: {TWO_PHASES}",
     ),
     ConflictRule(
         ("steps while gradients come", "code between backward and step"),
         lambda s: s.steps_early and s.late,
         "{s.late}, which is called after the backward, but `optimizer_in_hook` steps while gradients come: "
-        f"{_TWO_PHASES}",
+        f"{TWO_PHASES}",
     ),
     ConflictRule(
         ("manual optimisation", 'skip_missing_loss="all"'),

@@ -19,13 +19,12 @@ from typing_extensions import override
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
-from lightning_ddp_hooks.conflicts import raise_on_conflict
+from lightning_ddp_hooks.conflicts import TWO_PHASES, raise_on_conflict
 from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, checkpoint_io_property
-from lightning_ddp_hooks.lightning.fabric_module import HookedModule
-from lightning_ddp_hooks.lightning.fabric_state import FABRIC_KEY, PartialOptimizer, restore_run, take_states
+from lightning_ddp_hooks.lightning.fabric_parts import FABRIC_KEY, HookedModule, PartialOptimizer, restore, take_states
 from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
 from lightning_ddp_hooks.lightning.names import PASSED_ON, register_names
 from lightning_ddp_hooks.lightning.summary import announce
@@ -208,8 +207,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
                     f"{type(optimizer).__name__} was set up together with {type(module).__name__} and has none of its "
                     "parameters, so that it does not train it: make it with the `parameters()` of just this model."
                 )
-        for model in self._live_modules:
-            for optimizer in optimizers:  # one may have the parameters of several models
+            for model in self._live_modules:  # it may have the parameters of several
                 model.clock.adopt(optimizer)
         return (wrapped, optimizers, *scheduler)
 
@@ -255,10 +253,10 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
     def _run_of(self, model: nn.Module | None) -> TrainingRun:
         modules = self._live_modules
+        if model is None and len(modules) != 1:
+            many = f"{len(modules)} models have" if modules else "no model has"
+            raise RuntimeError(f"Expected one model, but {many} been set up{': name one' if modules else ''}.")
         if model is None:
-            if len(modules) != 1:
-                many = "no model has" if not modules else f"{len(modules)} models have"
-                raise RuntimeError(f"Expected one model, but {many} been set up{': name one' if modules else ''}.")
             return modules[0].run
         original = getattr(model, "module", model)
         for module in modules:
@@ -321,8 +319,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
             raise ValueError(
                 "`fabric.clip_gradients` needs all gradients before the step, but `optimizer_in_hook` steps while they "
-                "come: use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or "
-                "leave `optimizer_in_hook` out."
+                f"come: {TWO_PHASES}"
             )
         for model in self._live_modules:
             if model is module or model.clock.has(optimizer):
@@ -385,7 +382,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         agree_on_checkpoint(str(path), ", ".join(steps) or "no progress")
         state.update({key: value for key, value in given.items() if not isinstance(value, PartialOptimizer)})
         for key, run in runs.items():
-            restore_run(run, key, states.get(key), str(path))
+            restore(run, key, states.get(key), str(path))
         return remainder
 
     def _models_in(self, state: Mapping[str, Any]) -> dict[str, TrainingRun]:
