@@ -46,23 +46,7 @@ class SkipStepError(Exception):
 
 
 class TrainingRun:
-    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike.
-
-    Args:
-        module: The user's module.
-        settings: What the user has set.
-        optimizers: Returns the optimizers that train it.
-        clock: Ends training steps in a loop of the user's own; None where `step_ended` is called.
-        process_group: The ranks; None for all.
-        scaler: The GradScaler that scales the loss, if any.
-        in_parts: Whether parts of the module are trained in turn, so that all ranks alike may miss gradients.
-        ends_steps: Whether `Reducer.end_step` is called after each training step.
-        weighs_samples: Whether the losses of ranks are weighed, with `weights`, by their samples.
-        agree_on: Further settings that must be the same on all ranks, by name.
-        restored: The state to go on from, as `read_training_state` returns it.
-        step: The first step; None counts synchronised backwards until a step is set.
-        warn: Warns the user.
-    """
+    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike."""
 
     def __init__(
         self,
@@ -70,15 +54,15 @@ class TrainingRun:
         settings: Settings,
         *,
         optimizers: Callable[[], Sequence[Optimizer]] = tuple,
-        clock: OptimizerClock | None = None,
+        clock: OptimizerClock | None = None,  # of a loop of the user's own; without it `step_ended` is called
         process_group: comm.ProcessGroup | None = None,
         scaler: Any = None,
-        in_parts: bool = False,
-        ends_steps: bool = False,
-        weighs_samples: bool = False,
-        agree_on: Mapping[str, object] | None = None,
-        restored: Mapping[str, Any] | None = None,
-        step: int | None = 0,
+        in_parts: bool = False,  # parts of the module are trained in turn: all ranks alike may miss gradients
+        ends_steps: bool = False,  # `Reducer.end_step` is called after each training step
+        weighs_samples: bool = False,  # `weights` weigh the losses of ranks by their samples
+        agree_on: Mapping[str, object] | None = None,  # further settings that are the same on all ranks, by name
+        restored: Mapping[str, Any] | None = None,  # as `read_training_state` returns it
+        step: int | None = 0,  # the first; None counts synchronised backwards until a step is set
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.module = module

@@ -135,10 +135,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def register_comm_hook(self, state: object, hook: Callable[..., Any], model: nn.Module | None = None) -> None:
         """Replace the mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``; on all ranks.
 
-        Args:
-            state: handed to each call untouched.
-            hook: called once for each full bucket, in order, on the backward path; see `GradBucket`.
-            model: the model, before its first backward; None, before any model is set up, for all models.
+        It is for one ``model``, before its first backward, or, before any is set up, for all.
 
         Raises:
             RuntimeError: a hook is registered already, or it is too late.

@@ -38,15 +38,7 @@ def announce(run: TrainingRun, settings: FitSettings, *, steps: float, inputs: s
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
-    """Return the lines, from what `Reducer.stats` says and further texts by label; None leaves one out.
-
-    Example:
-        >>> print(summary_text(reducer.stats(), {"hook": "PowerSGD(rank=1)", "averager": None}))
-        lightning_ddp_hooks: 2 ranks over gloo, native reducer
-          gradients   58.7 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB
-          all-reduce  of them, without hook, would send 58.7 MiB from each rank
-          hook        PowerSGD(rank=1)
-    """
+    """Return the lines, from what `Reducer.stats` says and further texts by label; None leaves one out."""
     ranks, total = facts["world_size"], facts["total_parameter_size_bytes"]
     first, cap = facts["first_bucket_bytes"], facts["bucket_cap_bytes"]
     sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"

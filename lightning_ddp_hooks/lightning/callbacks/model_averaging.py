@@ -16,6 +16,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.gradients import agree_on_found_inf
+from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
 
@@ -48,9 +49,7 @@ class ModelAveraging(Callback):
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
         self._flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
-        for name, flag in self._flags.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
+        Settings(average_before_eval=average_before_eval, save_replicas=save_replicas).check()
         self.averager = averager
         self._averaging: Averaging | None = None
         self._final: dict[str, Any] | None = None
@@ -95,13 +94,13 @@ class ModelAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
-            before_eval, save_replicas = self._flags.values()
+            before_eval, keep = self._flags.values()
             self._averaging = Averaging(
                 self.averager,
                 pl_module,
                 lambda: trainer.strategy.optimizers,
                 before_eval=before_eval,
-                save_replicas=save_replicas,
+                save_replicas=keep,
             )
 
     @override
