@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_ddp_hooks.hooks.contract import BoundHook
-from lightning_ddp_hooks.hooks.state import require_sound
 
 STATE_KEY = "lightning_ddp_hooks"
 FORMAT = 1
@@ -95,22 +94,3 @@ def _of_another_strategy(checkpoint: Mapping[str, Any], path: str | None) -> dic
         where = "" if path is None else f"{path}: "
         raise ValueError(f"{where}The checkpoint is damaged: its number of steps cannot be read ({error}).") from error
     return {"format": FORMAT, "step": step, "hook": None, "missing": []}
-
-
-def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None:
-    """Hand a hook its state; return a warning for the user if some of it is not there or not used."""
-    if state.get("missing"):
-        return f"The checkpoint was written after an error and lacks: {', '.join(map(str, state['missing']))}."
-    saved = state.get("hook")
-    if hook is None:
-        return "The checkpoint holds the state of a communication hook, but this run has none." if saved else None
-    if saved is None:
-        return None
-    require_sound(saved, f"{STATE_KEY}['hook']")
-    try:
-        hook.load_state_dict(saved)
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"The checkpoint's state of communication hook {hook.name} is damaged: {type(error).__name__}: {error}."
-        ) from error
-    return None

@@ -164,10 +164,7 @@ class DataParallel(nn.Module, Joinable):
         return self._run.no_sync()
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """Return a context in which ranks may run out of data at different times; enter it on all ranks.
 

@@ -322,11 +322,6 @@ class TrainingRun:
             self._nonfinite.check(self.step)
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether there is more to a checkpoint than the states of module and optimizers, and the clock."""
-        return self.hook.declared is not None or self.averaging is not None
-
-    @property
     def sharded(self) -> bool:
         """Whether each rank holds only a part of the optimizers' state."""
         return self.driver is not None and self.driver.settings.shard

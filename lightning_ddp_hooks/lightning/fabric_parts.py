@@ -85,7 +85,7 @@ def restore(run: TrainingRun, name: str, state: dict[str, Any] | None, path: str
             run.load_state_dict(state)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-    elif run.keeps_state:
+    elif run.hook.declared is not None or run.averaging is not None:
         rank_zero_warn(
             f"The checkpoint {path!r} holds no state of lightning_ddp_hooks for {name!r}: hook and averager go on as "
             f"they are, at training step {run.step}."

@@ -77,11 +77,7 @@ class TrainerWatch:
         self._detector: FailureDetector | None = None
 
     def start(
-        self,
-        timeout: float,
-        progress: Callable[[], tuple[Progress, str]],
-        inputs: Inputs,
-        launcher: Callable[[], Any],
+        self, timeout: float, progress: Callable[[], tuple[Progress, str]], inputs: Inputs, launcher: Callable[[], Any]
     ) -> None:
         """Start to watch over the other ranks; on all ranks, as soon as they have met.
 
@@ -164,10 +160,7 @@ class ProcessWatch:
 
 
 def watch_process(
-    group: comm.ProcessGroup,
-    timeout: float,
-    where: Callable[[], tuple[Progress, bool]],
-    launcher: Callable[[], Any],
+    group: comm.ProcessGroup, timeout: float, where: Callable[[], tuple[Progress, bool]], launcher: Callable[[], Any]
 ) -> None:
     """Watch over the ranks of a group, one used for no earlier watch, until the process ends; on all ranks.
 
