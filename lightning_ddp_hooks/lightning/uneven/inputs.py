@@ -384,5 +384,5 @@ class Inputs:
             if self._solo is not None and not self._broken:
                 comm.destroy_group(self._solo)
             # Whoever keeps the Trainer does not keep threads and sockets.
-            del self._agreement, self._group, self._groups, self._solo, self._queues, self._loader
+            del self._agreement, self._group, self._groups, self._solo, self._loader
         self.logging = self.settings = None
