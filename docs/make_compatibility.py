@@ -71,7 +71,7 @@ def generated() -> str:
     for number, rule in enumerate(RULES, 1):
         texts = [text for run in runs if (text := rule.found(run)) is not None]
         by = "" if rule.by == "ours" else " (Lightning refuses it)"
-        lines.append(f"{number}. {SIGNS[rule.verdict]} **{rule.first}** and **{rule.second}**{by}: {texts[0]}")
+        lines.append(f"{number}. {SIGNS[rule.verdict]} **{rule.pair[0]}** and **{rule.pair[1]}**{by}: {texts[0]}")
     return "\n".join(lines)
 
 

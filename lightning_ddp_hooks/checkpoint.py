@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_ddp_hooks.hooks.contract import BoundHook
-from lightning_ddp_hooks.hooks.state import require_sound
 
 STATE_KEY = "lightning_ddp_hooks"
 FORMAT = 1
@@ -61,40 +60,28 @@ def read_training_state(checkpoint: Mapping[str, Any], path: str | None = None) 
 
     Of a run with another strategy it is the number of steps.
     """
-    try:
-        return _read_training_state(checkpoint)
-    except ValueError as error:
-        raise error if path is None else ValueError(f"{path}: {error}") from error
-
-
-def _read_training_state(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     state = checkpoint.get(STATE_KEY)
-    if state is None:
-        return _of_another_strategy(checkpoint)
-    if (
-        not isinstance(state, dict)
-        or not isinstance(state.get("format"), int)
-        or not isinstance(state.get("step"), int)
-    ):
-        raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: expected a dict with `format` and `step`.")
-    if state["format"] < 1 or not 0 <= state["step"] <= _MAX_STEP:
-        raise ValueError(
-            f"The checkpoint's entry {STATE_KEY!r} is damaged: found format {state['format']} and step {state['step']}."
-        )
-    if state["format"] > FORMAT:
-        raise ValueError(
-            f"The checkpoint's entry {STATE_KEY!r} has format {state['format']}; this version of lightning_ddp_hooks "
-            f"reads formats up to {FORMAT}."
-        )
+    if problem := None if state is None else _problem_of(state):
+        raise ValueError(f"{'' if path is None else f'{path}: '}The checkpoint's entry {STATE_KEY!r} {problem}.")
+    return _of_another_strategy(checkpoint, path) if state is None else state
+
+
+def _problem_of(state: Any) -> str | None:
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), int) for name in ("format", "step")):
+        return "is damaged: expected a dict with `format` and `step`"
+    form, step, scale = state["format"], state["step"], state.get("loss_scale", 1.0)
+    if form < 1 or not 0 <= step <= _MAX_STEP:
+        return f"is damaged: found format {form} and step {step}"
+    if form > FORMAT:
+        return f"has format {form}; this version of lightning_ddp_hooks reads formats up to {FORMAT}"
     if not isinstance(state.get("hook"), (dict, type(None))) or not isinstance(state.get("missing", []), list):
-        raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: `hook` or `missing` has the wrong type.")
-    scale = state.get("loss_scale", 1.0)
+        return "is damaged: `hook` or `missing` has the wrong type"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise ValueError(f"The checkpoint's entry {STATE_KEY!r} is damaged: found `loss_scale` {scale!r}.")
-    return state
+        return f"is damaged: found `loss_scale` {scale!r}"
+    return None
 
 
-def _of_another_strategy(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+def _of_another_strategy(checkpoint: Mapping[str, Any], path: str | None) -> dict[str, Any] | None:
     if "optimizer_states" not in checkpoint:
         return None
     try:
@@ -104,24 +91,6 @@ def _of_another_strategy(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None
             loop = checkpoint.get("loops", {}).get("fit_loop", {})
             step = int(loop.get("epoch_loop.batch_progress", {}).get("total", {}).get("completed", step))
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"The checkpoint is damaged: its number of steps cannot be read ({error}).") from error
+        where = "" if path is None else f"{path}: "
+        raise ValueError(f"{where}The checkpoint is damaged: its number of steps cannot be read ({error}).") from error
     return {"format": FORMAT, "step": step, "hook": None, "missing": []}
-
-
-def restore_hook(state: Mapping[str, Any], hook: BoundHook | None) -> str | None:
-    """Hand a hook its state; return a warning for the user if some of it is not there or not used."""
-    if state.get("missing"):
-        return f"The checkpoint was written after an error and lacks: {', '.join(map(str, state['missing']))}."
-    saved = state.get("hook")
-    if hook is None:
-        return "The checkpoint holds the state of a communication hook, but this run has none." if saved else None
-    if saved is None:
-        return None
-    require_sound(saved, f"{STATE_KEY}['hook']")
-    try:
-        hook.load_state_dict(saved)
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"The checkpoint's state of communication hook {hook.name} is damaged: {type(error).__name__}: {error}."
-        ) from error
-    return None

@@ -7,10 +7,10 @@ and type checkers read them; a test compares them with the fields here. Which se
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -25,18 +25,17 @@ from lightning_ddp_hooks.reducer.config import ReducerConfig
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Taker = Literal["DDPHooksStrategy", "FabricDDPHooksStrategy", "DataParallel"]
 
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_CHOICES = {
+    "gradient_weighting": ("ranks", "samples"),
+    "skip_missing_loss": ("zeros", "all"),
+    "start_method": get_args(StartMethod),
+}
 _TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss", "check_logged_values")
 
 
 def replicas_differ_from(hook: CommHook | None) -> int | None:
     """Return the first step from which ranks may hold different models under a hook; None for never."""
     return None if hook is None else hook.replicas_differ_from()
-
-
-def name_of_differing(hook: CommHook | None) -> str | None:
-    """Name the hook, or the part of it, that gives ranks different gradients; None if they all get the same."""
-    return diverging_part(hook)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +66,7 @@ class Settings(ReducerConfig):
 
     @classmethod
     def from_arguments(cls, taker: Taker, arguments: Mapping[str, Any], **fixed: Any) -> Settings:
-        """Return the settings that a constructor was given, checked.
-
-        Args:
-            taker: the class whose constructor it is.
-            arguments: its arguments by name; others than its settings are left out.
-            fixed: settings that it does not take.
-
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value out of range.
-        """
+        """Return the settings among a constructor's arguments, and ``fixed`` ones that it does not take, checked."""
         settings = cls(**{name: arguments[name] for name in settings_of(taker)}, **fixed)
         settings.check()
         return settings
@@ -92,12 +81,7 @@ class Settings(ReducerConfig):
         return ReducerConfig(**{entry.name: getattr(self, entry.name) for entry in fields(ReducerConfig)})
 
     def check(self) -> None:
-        """Make sure that each value is right by itself.
-
-        Raises:
-            TypeError: a value of the wrong type.
-            ValueError: a value out of range.
-        """
+        """Raise if a value is wrong by itself."""
         self.reducer_config()
         for name, kind in (("averager", ModelAverager), ("optimizer_in_hook", OptimizerInHook)):
             value = getattr(self, name)
@@ -107,13 +91,12 @@ class Settings(ReducerConfig):
         for name in ("average_before_eval", "save_replicas", "detect_nonfinite", "check_logged_values"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")
-        _check_choice("gradient_weighting", self.gradient_weighting, ("ranks", "samples"))
-        _check_choice("skip_missing_loss", self.skip_missing_loss, ("zeros", "all"))
-        _check_choice("start_method", self.start_method, _START_METHODS)
-        _check_timeout(self.timeout)
-        _check_failure_timeout(self.failure_timeout)
-        _check_interval(self.check_replicas_every_n_steps)
-        _check_backend_name(self.process_group_backend, comm.backend_names())
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
+        for name, check in _CHECKS.items():
+            if (value := getattr(self, name)) is not None:
+                check(value)
 
     def to_agree_on(self) -> dict[str, object]:
         """Return what must be the same on all ranks beside the reducer's part, by name."""
@@ -133,26 +116,15 @@ class Settings(ReducerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings(Settings):
-    """Settings with what Trainer, module and callbacks say; what is not known yet contradicts nothing.
+    """Settings with what Trainer, module and callbacks say; what is not known yet contradicts nothing."""
 
-    Attributes:
-        policy: Policy of `UnevenInputs`; None without it.
-        divisor: Divisor of `UnevenInputs`; None without it.
-        manual: Whether the module optimises manually.
-        gradient_clip_val: The Trainer's setting of this name.
-        accumulate_grad_batches: The Trainer's setting of this name.
-        scaler: Whether a GradScaler scales the loss.
-        late: What wants to see or change gradients between the backward and the step, as in "MyModule overrides
-            `optimizer_step`"; None if nothing does.
-    """
-
-    policy: str | None = None
+    policy: str | None = None  # of `UnevenInputs`, as the divisor; None without it
     divisor: str | None = None
-    manual: bool = False
-    gradient_clip_val: float | None = None
+    manual: bool = False  # optimisation
+    gradient_clip_val: float | None = None  # the Trainer's, as the next one
     accumulate_grad_batches: int = 1
-    scaler: bool = False
-    late: str | None = None
+    scaler: bool = False  # whether a GradScaler scales the loss
+    late: str | None = None  # what looks at gradients before the step, as in "MyModule overrides `optimizer_step`"
 
     @property
     def steps_early(self) -> bool:
@@ -162,41 +134,29 @@ class FitSettings(Settings):
     @property
     def differing(self) -> str | None:
         """The name of a hook, or of a part of it, that leaves ranks with different gradients."""
-        return name_of_differing(self.hook)
+        return diverging_part(self.hook)
 
 
 def settings_of(taker: Taker) -> list[str]:
     """Return the names of the settings that a constructor takes."""
-    names = [entry.name for entry in fields(Settings)]
     if taker == "DataParallel":
         return ["comm_hook", *(entry.name for entry in fields(ReducerConfig))]
-    return [name for name in names if taker == "DDPHooksStrategy" or name not in _TRAINER_ONLY]
-
-
-# ---------------------------------------------------------------------- single values
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
+    names = [entry.name for entry in fields(Settings)]
+    return names if taker == "DDPHooksStrategy" else [name for name in names if name not in _TRAINER_ONLY]
 
 
 def _check_timeout(value: object) -> None:
-    if value is None:
-        return
     if not isinstance(value, timedelta):
         raise TypeError(f"Expected a datetime.timedelta for `timeout`, got {value!r}.")
     if value < timedelta(0):
         raise ValueError(f"Expected a `timeout` that is not negative, got {value!r}.")
 
 
-def _check_backend_name(value: object, known: Sequence[str]) -> None:
+def _check_backend_name(value: object) -> None:
     """Take the name of a backend, or one for each kind of device (``"cpu:gloo,cuda:nccl"``)."""
-    if value is None:
-        return
     if not isinstance(value, str):
         raise TypeError(f"Expected a name such as 'gloo' for `process_group_backend`, got {value!r}.")
-    parts = [part.rpartition(":") for part in value.split(",")]
+    known, parts = comm.backend_names(), [part.rpartition(":") for part in value.split(",")]
     if any(name.lower() not in known for *_, name in parts):
         raise ValueError(
             f"Expected a backend of torch.distributed for `process_group_backend`, got {value!r}; known are "
@@ -218,8 +178,6 @@ def _is_device(name: str) -> bool:
 
 
 def _check_failure_timeout(value: object) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {value!r}.")
     if not 0 < value <= threading.TIMEOUT_MAX:  # longer than which threads cannot wait
@@ -229,11 +187,17 @@ def _check_failure_timeout(value: object) -> None:
 
 
 def _check_interval(value: object) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected a number of steps or None for `check_replicas_every_n_steps`, got {value!r}.")
     if value < 0:
         raise ValueError(
             f"Expected 0 (never), a number of steps, or None for `check_replicas_every_n_steps`, got {value}."
         )
+
+
+_CHECKS = {
+    "timeout": _check_timeout,
+    "failure_timeout": _check_failure_timeout,
+    "check_replicas_every_n_steps": _check_interval,
+    "process_group_backend": _check_backend_name,
+}

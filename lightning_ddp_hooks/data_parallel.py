@@ -67,10 +67,8 @@ class DataParallel(nn.Module, Joinable):
     """Trains a module on several ranks: each rank runs its own batch, gradients become the mean over the ranks.
 
     Construction is collective: it compares the model over the ranks and sends rank 0's parameters and buffers to all.
-    The gradients are reduced during ``loss.backward()``, which returns when they are in ``.grad``.
-
-    Every rank must run a backward through the wrapper's output in each step; a rank that leaves one out is only noticed
-    under a Trainer, where the strategy sees the step (`DDPHooksStrategy`).
+    The gradients are reduced during ``loss.backward()``, which returns when they are in ``.grad``. Every rank must run
+    a backward in each step; a rank that leaves one out is only noticed under a Trainer (`DDPHooksStrategy`).
 
     Args:
         module: the module to train, on one device.
@@ -151,11 +149,7 @@ class DataParallel(nn.Module, Joinable):
         return output
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Replace the plain mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``.
-
-        Args:
-            state: handed to each call untouched.
-            hook: called once for each full bucket, in order, on the backward path; see `GradBucket`.
+        """Replace the plain mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``, called for each full bucket.
 
         Raises:
             RuntimeError: a hook is registered already, or a backward has run.
@@ -169,13 +163,8 @@ class DataParallel(nn.Module, Joinable):
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""
         return self._run.no_sync()
 
-    # ------------------------------------------------------------------ uneven inputs
-
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """Return a context in which ranks may run out of data at different times; enter it on all ranks.
 
@@ -199,11 +188,7 @@ class DataParallel(nn.Module, Joinable):
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data; for `Join`.
-
-        Args:
-            **kwargs: ``divide_by_initial_world_size``, as in `join`.
-        """
+        """Return what this rank does once it has run out of data; for `Join`, with the argument of `join`."""
         by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
 
         def announce_backward() -> None:
@@ -235,8 +220,6 @@ class DataParallel(nn.Module, Joinable):
     def join_process_group(self) -> comm.ProcessGroup:
         """The ranks that train together."""
         return self.reducer.parent_group
-
-    # ------------------------------------------------------------------ facts, end
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied: process groups and hooks cannot be, and making new ones takes all ranks."""

@@ -20,17 +20,16 @@ class OptimizerClock:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         self._module = module
-        self._references = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._optimizers = weakref.WeakValueDictionary({id(optimizer): optimizer for optimizer in optimizers})
         self._stepped: set[int] = set()
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that train the model, in the order in which they were set up."""
-        alive = [reference() for reference in self._references]
-        return [optimizer for optimizer in alive if optimizer is not None]
+        return list(self._optimizers.values())
 
     def has(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer trains the model."""
-        return any(own is optimizer for own in self.optimizers())
+        return self._optimizers.get(id(optimizer)) is optimizer
 
     def shares(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has parameters of the model."""
@@ -40,7 +39,7 @@ class OptimizerClock:
     def adopt(self, optimizer: Optimizer) -> None:
         """Count an optimizer among those that train the model, if it has parameters of it."""
         if not self.has(optimizer) and self.shares(optimizer):
-            self._references.append(weakref.ref(optimizer))
+            self._optimizers[id(optimizer)] = optimizer
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer has stepped in this training step."""
@@ -53,10 +52,9 @@ class OptimizerClock:
 
     def warning(self, settings: Settings, hook: CommHook | None) -> str | None:
         """Say which settings wait for steps that are never counted, since no optimizer was set up; None if none do."""
-        values = {"comm_hook": hook, "averager": settings.averager}
+        every = settings.check_replicas_every_n_steps or None
+        values = {"comm_hook": hook, "averager": settings.averager, "check_replicas_every_n_steps": every}
         names = [f"`{name}`" for name, value in values.items() if value is not None]
-        if settings.check_replicas_every_n_steps:
-            names.append("`check_replicas_every_n_steps`")
         if not names or self.optimizers():
             return None
         return (

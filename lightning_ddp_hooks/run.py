@@ -7,6 +7,9 @@
     step_ended                                                       the clock; averages and checks that are due
 
 `DDPHooksStrategy`, `FabricDDPHooksStrategy` and `DataParallel` translate their verbs into these.
+
+[Note: weights that are loaded] Averagers such as DiLoCo keep a global model, to which weights that a user loads in
+mid-run would be pulled back. So an averager begins anew with the next step if weights came without a state of its own.
 """
 
 from __future__ import annotations
@@ -21,18 +24,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, training_state
-from lightning_ddp_hooks.config import Settings
+from lightning_ddp_hooks.config import Settings, replicas_differ_from
 from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
+from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
-from lightning_ddp_hooks.run_averaging import RunAveraging
-from lightning_ddp_hooks.run_checks import RunChecks
 from lightning_ddp_hooks.run_hook import RunHook
 
 
@@ -41,32 +46,7 @@ class SkipStepError(Exception):
 
 
 class TrainingRun:
-    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike.
-
-    Args:
-        module: The user's module.
-        settings: What the user has set.
-        optimizers: Returns the optimizers that train it.
-        clock: Ends training steps in a loop of the user's own; None where `step_ended` is called.
-        process_group: The ranks; None for all.
-        scaler: The GradScaler that scales the loss, if any.
-        in_parts: Whether parts of the module are trained in turn, so that all ranks alike may miss gradients.
-        ends_steps: Whether `Reducer.end_step` is called after each training step.
-        weighs_samples: Whether `announce_samples` and `loss_factor` weigh the losses of ranks.
-        agree_on: Further settings that must be the same on all ranks, by name.
-        restored: The state to go on from, as `read_training_state` returns it.
-        step: The first step; None counts synchronised backwards until a step is set.
-        warn: Warns the user.
-
-    Attributes:
-        reducer: Reduces the gradients.
-        hook: What the gradients are reduced with.
-        driver: Steps the optimizers, with ``optimizer_in_hook``.
-        averaging: Averages the model, with ``averager``.
-        windowed_backwards: How many synchronised backwards have run under `backward`.
-        failed: Whether this rank ends with an error, so that nothing collective is done any more.
-        closed: Whether another run, or none, has the module's parameters now.
-    """
+    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike."""
 
     def __init__(
         self,
@@ -74,22 +54,23 @@ class TrainingRun:
         settings: Settings,
         *,
         optimizers: Callable[[], Sequence[Optimizer]] = tuple,
-        clock: OptimizerClock | None = None,
+        clock: OptimizerClock | None = None,  # of a loop of the user's own; without it `step_ended` is called
         process_group: comm.ProcessGroup | None = None,
         scaler: Any = None,
-        in_parts: bool = False,
-        ends_steps: bool = False,
-        weighs_samples: bool = False,
-        agree_on: Mapping[str, object] | None = None,
-        restored: Mapping[str, Any] | None = None,
-        step: int | None = 0,
+        in_parts: bool = False,  # parts of the module are trained in turn: all ranks alike may miss gradients
+        ends_steps: bool = False,  # `Reducer.end_step` is called after each training step
+        weighs_samples: bool = False,  # `weights` weigh the losses of ranks by their samples
+        agree_on: Mapping[str, object] | None = None,  # further settings that are the same on all ranks, by name
+        restored: Mapping[str, Any] | None = None,  # as `read_training_state` returns it
+        step: int | None = 0,  # the first; None counts synchronised backwards until a step is set
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.module = module
         self.settings = settings
         self.driver: OptimizerDriver | None = None
-        self.windowed_backwards = 0
-        self.failed = self.closed = self._broken = False
+        self.windowed_backwards = 0  # synchronised backwards that have run under `backward`
+        self.failed = self._broken = False  # after an error: nothing collective is done any more
+        self.closed = False  # another run, or none, has the module's parameters now
         self.optimizers = optimizers if clock is None else clock.optimizers
         self._clock = clock
         self._warn = warn
@@ -97,8 +78,8 @@ class TrainingRun:
         self._sync = True
         self._stepping = self._awaits_backward = self._warned = False
         self._backwards_at_step = 0
-        self._early = ExitStack()
-
+        self._weights_loaded = False
+        self._at_close = ExitStack()
         self.reducer = Reducer(
             module,
             settings.reducer_config(),
@@ -110,51 +91,70 @@ class TrainingRun:
             agree_on={**settings.to_agree_on(), **(agree_on or {})},
         )
         self.reducer.on_backward_begin = self._begin_backward
-        self._checks = RunChecks(settings, self.reducer, scaled=scaler is not None)
-        self._weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
-        self.weighs_samples = weighs_samples
-        self.averaging: RunAveraging | None = None
+        watches = settings.detect_nonfinite and scaler is None
+        self._nonfinite = self.reducer.nonfinite = NonfiniteGuard(self.reducer.control_group) if watches else None
+        self.weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
+        self.averaging: Averaging | None = None
         if settings.optimizer_in_hook is not None and (clock is None or clock.optimizers()):
             self.driver = OptimizerDriver(settings.optimizer_in_hook, self.reducer)
             if clock is not None:  # in the user's own loop each backward that reduces gradients leads to a step
-                self._early.enter_context(self.driver.stepping())
-                self._early.enter_context(self.driver.overlapping())
+                self._at_close.enter_context(self.driver.stepping())
+                self._at_close.enter_context(self.driver.overlapping())
         self.hook = RunHook(self.reducer, self.driver, scaler, restored, lambda: self.step, warn)
         try:
             if settings.hook is not None:
                 self.hook.install(settings.hook)
             if settings.averager is not None:
-                self.averaging = RunAveraging(
-                    settings, module, self.optimizers, self.reducer, settings.hook, lambda: self.step
-                )
+                self._start_averaging()
+                self._at_close.callback(module.register_load_state_dict_post_hook(self._note_loading).remove)
         except BaseException:  # the module is free for another run
             self.fail(broken=False)
             self.close()
             raise
 
-    # ------------------------------------------------------------------ hook and optimizers
-
     def install_hook(self, hook: CommHook) -> None:
-        """Have a hook reduce the gradients; collective.
-
-        Raises:
-            RuntimeError: a hook is registered already, or a backward has run.
-        """
+        """Have a hook reduce the gradients, before the first backward; collective."""
         self.hook.install(hook)
         if self.averaging is not None:
-            self.averaging.follow_hook(hook)
+            self.averaging.follow(hook)
+            self._follow_schedule()
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Take over the optimizers' steps, with ``optimizer_in_hook``; collective."""
         if self.driver is not None:
             self.driver.attach(optimizers)
 
-    # ------------------------------------------------------------------ forward and backward
+    def _start_averaging(self) -> None:
+        """Begin to average with the weights as they are now, equal on all ranks; collective."""
+        settings = self.settings
+        assert settings.averager is not None
+        self.averaging = Averaging(
+            settings.averager,
+            self.module,
+            self.optimizers,
+            hook=self.hook.declared,
+            before_eval=settings.average_before_eval,
+            save_replicas=settings.save_replicas,
+        )
+        self.averaging.bound.step = self.step
+        self._follow_schedule()
+
+    def _note_loading(self, *_: object) -> None:
+        self._weights_loaded = True
+
+    def _follow_schedule(self) -> None:
+        """Have the coming step exchange gradients and buffers or not, as the averager's schedule says."""
+        if self.averaging is not None:
+            self.reducer.sync = self.averaging.syncs_gradients()
+            self.reducer.buffers.each_keeps_its_own = not self.averaging.broadcasts_buffers()
+            self.reducer.skip_step = False  # nobody says so while gradients are not exchanged
 
     def before_forward(self, buffers_from: int = 0) -> None:
         """Prepare for the user's forward; collective where buffers are refreshed, from those of a rank."""
-        if self.averaging is not None:
-            self.averaging.before_forward()
+        if self.averaging is not None and self._weights_loaded and torch.is_grad_enabled():
+            self._weights_loaded = False  # see [Note: weights that are loaded]
+            self.averaging.close()
+            self._start_averaging()
         self.reducer.before_forward(buffers_from)
 
     def after_forward(self, output: object) -> None:
@@ -174,7 +174,7 @@ class TrainingRun:
     @property
     def trains_alone(self) -> bool:
         """Whether gradients are not exchanged in this step: the averager has taken over."""
-        return self.averaging is not None and not self.averaging.driver.syncs_gradients()
+        return self.averaging is not None and not self.averaging.syncs_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -209,13 +209,8 @@ class TrainingRun:
     def finish_backward(self) -> bool:
         """Have the gradients of this step in ``.grad``, before they are used; for backwards of the user's own.
 
-        A rank that ran no backward since the last step, while others may have, does its part here with zeros.
-
-        Returns:
-            False if no rank ran one.
-
-        Raises:
-            RuntimeError: On all ranks, if a gradient is not finite and the user wants to know.
+        A rank that ran no backward since the last step, while others may have, does its part here with zeros. Returns
+        False if no rank ran one.
         """
         reducer = self.reducer
         reducer.finalize_pending_backward()
@@ -227,17 +222,6 @@ class TrainingRun:
                 pass
         self.check_gradients(unreduced=reducer.synced_backwards == self._backwards_at_step)
         return not (joins and reducer.skip_step)
-
-    def announce_samples(self, samples: int) -> None:
-        """Tell the other ranks how many samples this rank's micro-batch holds; collective."""
-        assert self._weights is not None
-        self._weights.post(samples)
-
-    def loss_factor(self) -> float:
-        """Return the factor for this rank's loss with which the mean over ranks is the mean over samples."""
-        return 1.0 if self._weights is None else self._weights.factor()
-
-    # ------------------------------------------------------------------ the clock
 
     @property
     def step(self) -> int:
@@ -270,9 +254,14 @@ class TrainingRun:
         if self._clock is not None:
             self._clock.restart()
         self.step += 1
+        if self.trains_alone:
+            self.reducer.forget_use()
         if self.averaging is not None:
-            self.averaging.step_ended()
-        self._checks.after_step(self.step, self.hook.declared, averaged=self._replicas_differ)
+            self.averaging.after_step()
+            self._follow_schedule()
+        every = self.settings.check_replicas_every_n_steps
+        if every and self.step % every == 0:
+            self._compare_replicas(f"by the end of step {self.step - 1}")
 
     def progress(self) -> Progress:
         """Tell how far it has come; from any thread."""
@@ -284,53 +273,53 @@ class TrainingRun:
         """Whether it is where it may wait for the other ranks: in a backward or a step."""
         return bool(self.reducer.progress()[2]) or self._stepping
 
-    # ------------------------------------------------------------------ where ranks meet
-
     def before_eval(self) -> None:
         """Settle what is pending, and put the averaged model into the module; collective."""
         self.reducer.settle_status()
         if self.averaging is not None:
-            self.averaging.driver.before_eval()
+            self.averaging.before_eval()
 
     def after_eval(self) -> None:
         """Put this rank's own model back."""
         if self.averaging is not None:
-            self.averaging.driver.after_eval()
+            self.averaging.after_eval()
 
     def before_checkpoint(self) -> None:
         """Settle what is pending, and compare the parameters of all ranks before they are saved; collective."""
         self.reducer.settle_status()
-        self._checks.before_checkpoint(self.step, self.hook.declared, averaged=self._replicas_differ)
+        if self.settings.check_replicas_every_n_steps != 0:
+            self._compare_replicas(f"before the checkpoint of step {self.step}")
 
     def finish(self) -> None:
         """Settle what is pending, and give all ranks the averaged model for good; collective."""
         self.reducer.settle_status()
         if self.averaging is not None:
-            self.averaging.driver.finish()
+            self.averaging.finish()
 
-    @property
-    def _replicas_differ(self) -> bool:
-        return self.averaging is not None and not self.averaging.driver.broadcasts_buffers()
+    def _compare_replicas(self, when: str) -> None:
+        """Compare the parameters of all ranks, where they are meant to be the same; collective."""
+        if self.averaging is not None and not self.averaging.broadcasts_buffers():
+            return
+        hook, reducer = self.hook.declared, self.reducer
+        # Whoever asks for the check under a function of their own knows what it gives the ranks.
+        asked_for = bool(self.settings.check_replicas_every_n_steps) and isinstance(hook, TorchHook)
+        first = replicas_differ_from(hook)
+        if reducer.world_size > 1 and (asked_for or first is None or self.step <= first):
+            named = [(n, p) for n, p in zip(reducer.names, reducer.params, strict=True) if p.requires_grad]
+            check_replicas([n for n, _ in named], [p for _, p in named], reducer.control_group, when)
 
-    def look_at_unreduced_gradients(self) -> None:
-        """Look at gradients that are about to be used without being reduced; `check_gradients` follows."""
-        if self.trains_alone:
-            self._checks.look_at_unreduced_gradients()
+    def look_at_gradients(self) -> None:
+        """Look at gradients as they are, before they are used without being reduced; `check_gradients` follows."""
+        if self._nonfinite is not None:
+            named = zip(reversed(self.reducer.names), reversed(self.reducer.params), strict=True)
+            self._nonfinite.look_at_all((name, param.grad) for name, param in named)
 
     def check_gradients(self, *, unreduced: bool = False) -> None:
-        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective.
-
-        Args:
-            unreduced: Whether gradients are used as they are, so that no bucket was looked at.
-        """
-        self._checks.check_gradients(self.step, unreduced=unreduced)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether there is more to a checkpoint than the states of module and optimizers, and the clock."""
-        return self.hook.declared is not None or self.averaging is not None
+        """Raise on all ranks if a gradient was not finite, and the user wants to know; collective."""
+        if self._nonfinite is not None:
+            if unreduced:
+                self.look_at_gradients()
+            self._nonfinite.check(self.step)
 
     @property
     def sharded(self) -> bool:
@@ -339,27 +328,23 @@ class TrainingRun:
 
     def model_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the module's ``state_dict`` with the averaged model in it; collective with an averager."""
-        return state_dict if self.averaging is None else self.averaging.driver.model_state(state_dict)
+        return state_dict if self.averaging is None else self.averaging.model_state(state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, whole and averaged on the first rank; collective, also once closed."""
         if self.averaging is not None:
-            return self.averaging.driver.optimizer_state(optimizer)
+            return self.averaging.optimizer_state(optimizer)
         return optimizer.state_dict() if self.driver is None else self.driver.state_dict(optimizer)
 
     def state_dict(self, *, collective: bool = True, with_replicas: bool = True) -> dict[str, Any]:
         """Return what is needed to go on, beside the states of module and optimizers; collective.
 
-        It consists of tensors, str, int, float, bool, None, list and dict only.
-
-        Args:
-            collective: False after an error: what needs other ranks is left out, and named under ``"missing"``.
-            with_replicas: Whether the replicas of an averager are in it.
+        Without ``collective``, after an error, what needs other ranks is left out, and named under ``"missing"``.
         """
         state = training_state(self.step, self.hook.bound, loss_scale=self.hook.loss_scale, collective=collective)
         state["averaging"] = None
         if self.averaging is not None and collective:
-            state["averaging"] = self.averaging.driver.state_dict(with_replicas=with_replicas)
+            state["averaging"] = self.averaging.state_dict(with_replicas=with_replicas)
         elif self.averaging is not None:
             state["missing"].append("the averaged model and the averager's state")
         if self.sharded and not collective:
@@ -369,11 +354,7 @@ class TrainingRun:
         return state
 
     def load_state_dict(self, state: object) -> None:
-        """Go on from what `state_dict` returned, once module and optimizers have been loaded.
-
-        Raises:
-            ValueError: The state is damaged, or another hook's or averager's.
-        """
+        """Go on from what `state_dict` returned, once module and optimizers have been loaded."""
         read = read_training_state({STATE_KEY: state})
         assert read is not None
         self.restore(read)
@@ -388,36 +369,37 @@ class TrainingRun:
         self.step = int(state["step"])
         self.hook.restore(state)
         if self.averaging is not None:
-            self.averaging.follow_clock()
+            self.averaging.bound.step = self.step
+            self._follow_schedule()
 
     def load_averaging(self, state: Mapping[str, Any] | None) -> None:
         """Go on with the averager's state of a checkpoint, once module and optimizers have been loaded."""
         if state is not None and self.averaging is not None:
             self.averaging.load_state_dict(state)
+            self._weights_loaded = False
+            self._follow_schedule()
         elif state is not None:
             self._warn("The checkpoint holds the state of an averager, but this run has none.")
-
-    # ------------------------------------------------------------------ the end
 
     def fail(self, *, broken: bool) -> None:
         """Take note that this rank ends with an error; ``broken`` if nobody knows what groups still wait for."""
         self.failed, self._broken = True, broken
         self.reducer.failed = True
-        self.reducer.aborted_work |= self._weights is not None and self._weights.pending
+        self.reducer.aborted_work |= self.weights is not None and self.weights.pending
 
     def close(self) -> None:
         """Let go of the module, and free groups; `optimizer_state` works on."""
         if self.closed:
             return
         self.closed = True
-        self._early.close()
-        if self.averaging is not None:
-            self.averaging.close(failed=self.failed, broken=self._broken)
+        self._at_close.close()
+        if self.averaging is not None and not self._broken:
+            self.averaging.close(failed=self.failed)
         if self.driver is not None:
             self.driver.close()
         self.reducer.detach()
         self.reducer.on_backward_begin = None
-        self.averaging = self._weights = self.hook.bound = None
+        self.averaging = self.weights = self.hook.bound = None
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat
-from lightning_ddp_hooks.checkpoint import restore_hook
+from lightning_ddp_hooks.checkpoint import STATE_KEY
 from lightning_ddp_hooks.hooks.contract import BoundHook, CommHook
 from lightning_ddp_hooks.hooks.registry import install_hook
+from lightning_ddp_hooks.hooks.state import require_sound
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
@@ -68,8 +69,22 @@ class RunHook:
         self._restore()
 
     def _restore(self) -> None:
-        if self._restored is not None and (warning := restore_hook(self._restored, self.bound)):
-            self._warn(warning)
+        if self._restored is None:
+            return
+        saved = self._restored.get("hook")
+        if missing := self._restored.get("missing"):
+            self._warn(f"The checkpoint was written after an error and lacks: {', '.join(map(str, missing))}.")
+        elif self.bound is None and saved:
+            self._warn("The checkpoint holds the state of a communication hook, but this run has none.")
+        elif self.bound is not None and saved is not None:
+            require_sound(saved, f"{STATE_KEY}['hook']")
+            try:
+                self.bound.load_state_dict(saved)
+            except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+                raise ValueError(
+                    f"The checkpoint's state of communication hook {self.bound.name} is damaged: "
+                    f"{type(error).__name__}: {error}."
+                ) from error
 
     def note_loss_scale(self) -> None:
         """Begin to read the scale of the gradients to come; after each step. See the note above."""

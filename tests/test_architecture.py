@@ -17,7 +17,7 @@ LAYERS = [
     ["lightning", "callbacks"],
     ["data_parallel"],
     ["run"],
-    ["run_averaging", "run_checks", "run_hook", "optimizer_clock"],
+    ["run_hook", "optimizer_clock"],
     ["checkpoint"],
     ["conflicts"],
     ["config"],

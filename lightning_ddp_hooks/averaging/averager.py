@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -91,8 +91,9 @@ class ModelAverager(ABC):
             ValueError: Settings that do not fit the number of ranks, or a model with nothing to train.
         """
 
-    # Plain PyTorch: the averager that the first call binds, and a state that waits for it.
-    _bound: ClassVar[BoundAverager | None] = None
+    # Plain PyTorch: the averager that the first call binds, and a state that waits for it. Without an annotation, since
+    # command lines resolve those of a class.
+    _bound = cast("BoundAverager | None", None)
     _loaded: ClassVar[Mapping[str, Any]] = {}
 
     def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:

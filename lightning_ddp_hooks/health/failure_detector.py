@@ -97,11 +97,14 @@ class FailureDetector:
             if not taken.wait(self._timeout):
                 self._print_and_exit(found[0] or _text_of(error))
 
-        threading.Thread(target=make, name="ldh-failure-report", daemon=True).start()
+        thread = threading.Thread(target=make, name="ldh-failure-report", daemon=True)
+        thread.start()
         while not made.is_set():
             with suppress(Exception):
                 made.wait()
         taken.set()
+        with suppress(Exception):  # until it ends it refers to the error, and so to all that was under way
+            thread.join(self._timeout)
         return found[0] if found else None
 
     def _explain(self, error: BaseException) -> str | None:

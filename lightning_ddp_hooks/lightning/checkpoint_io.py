@@ -55,8 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             local.parent.mkdir(parents=True, exist_ok=True)
             _write(checkpoint, local)
         except (OSError, RuntimeError) as error:
-            cause = _cause(error)
-            if cause is None:
+            if (cause := _cause(error)) is None:
                 raise
             before = "the one that was there before is untouched" if local.exists() else "no part of it is left"
             text = (
@@ -85,10 +84,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(str(path), map_location, **options)
         except pickle.UnpicklingError as error:
             raise type(error)(f"Could not read the checkpoint {str(path)!r}: {error}") from error
-        except FileNotFoundError:
-            raise
         except Exception as error:  # torch raises whatever it stumbles over, also OSErrors
-            if isinstance(error, OSError) and error.filename is not None:
+            if isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.filename is not None):
                 raise
             text = str(error).partition("\n")[0]
             raise RuntimeError(_unreadable(path, f"{type(error).__name__}: {text}")) from error
@@ -103,32 +100,21 @@ def _get_checkpoint_io(strategy: Any) -> CheckpointIO:
     return io
 
 
-def _set_checkpoint_io(strategy: Any, io: CheckpointIO) -> None:
-    strategy._checkpoint_io = io
-
-
-checkpoint_io_property = property(_get_checkpoint_io, _set_checkpoint_io)
+checkpoint_io_property = property(_get_checkpoint_io, lambda strategy, io: setattr(strategy, "_checkpoint_io", io))
 """The property of both strategies; made when it is first asked for, since Lightning takes a set one for the user's."""
 
 
 def agree_on_checkpoint(path: str | None, progress: str | None, error: Exception | None = None) -> None:
-    """Make sure that all ranks go on from the same place; a collective call of all ranks of the world.
+    """Make sure that all ranks go on from the same checkpoint, or all from none; collective.
 
-    Args:
-        path: the checkpoint that this rank has read or failed to read; None if it was to read none.
-        progress: how far the run was that wrote it.
-        error: why this rank could not read it.
-
-    Raises:
-        RuntimeError: on each rank that has no error itself, if another one could not read its checkpoint, or if ranks
-            have read different ones.
+    Each tells which one it has read, or could not for an ``error``, and how far the run was that wrote it. Raises on a
+    rank without error if another one has one, or if they differ.
     """
     if not comm.is_initialized() or comm.world_size() == 1:
         return
     world = comm.resolve_group(None)
     own_group = None if comm.backend_name(world) == "gloo" else comm.new_group(world, cpu=True)
     text = None if error is None else f"{type(error).__name__}: {error}"
-    found: list[tuple[str | None, str | None, str | None]]
     found = comm.all_gather_object((path, progress, text), own_group or world)
     if own_group is not None:
         comm.destroy_group(own_group)
@@ -138,10 +124,8 @@ def agree_on_checkpoint(path: str | None, progress: str | None, error: Exception
         if text is not None:
             raise RuntimeError(f"Rank {rank} could not read the checkpoint {name!r}. Its error: {text}")
     if len({progress for _, progress, _ in found}) > 1:
-        lines = [
-            f"rank {rank}: {'none' if name is None else f'{name!r} ({progress})'}"
-            for rank, (name, progress, _) in enumerate(found)
-        ]
+        texts = ["none" if name is None else f"{name!r} ({progress})" for name, progress, _ in found]
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
         raise RuntimeError(
             f"The ranks would not go on from the same checkpoint: {'; '.join(lines)}. Rank 0 writes checkpoints: if "
             "hosts do not share the folder, copy the file to the same place on each before resuming."

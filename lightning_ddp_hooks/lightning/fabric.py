@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,15 +19,14 @@ from typing_extensions import override
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
-from lightning_ddp_hooks.conflicts import raise_on_conflict
+from lightning_ddp_hooks.conflicts import TWO_PHASES, raise_on_conflict
 from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, checkpoint_io_property
-from lightning_ddp_hooks.lightning.fabric_module import HookedModule
-from lightning_ddp_hooks.lightning.fabric_state import PartialOptimizer, add_states, take_states
+from lightning_ddp_hooks.lightning.fabric_parts import FABRIC_KEY, HookedModule, PartialOptimizer, restore, take_states
 from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
-from lightning_ddp_hooks.lightning.names import register_names
+from lightning_ddp_hooks.lightning.names import PASSED_ON, register_names
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
@@ -58,8 +57,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         averager: averages the model every few steps instead of gradients at every step; see
             `lightning_ddp_hooks.averaging`. Evaluate under `averaged_model`, and call `finish_averaging` at the end.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
-        optimizer_in_hook: steps the optimizer while gradients are being reduced, or shares its state among the ranks,
-            or both; see `lightning_ddp_hooks.optim.OptimizerInHook`. Needs ``fabric.setup(model, optimizer)``.
+        optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both;
+            needs ``fabric.setup(model, optimizer)``.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -69,9 +68,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives.
-        failure_timeout: seconds, or None for no failure reports. From the first setup to the end of the process each
-            rank tells the others through the store that it is alive; a rank that waits in a backward or a step for one
-            that has failed, died or been silent for so long ends with an error that names it.
+        failure_timeout: seconds, or None for no failure reports. From the first setup on, a rank that waits in a
+            backward or a step for one that has failed, died or been silent for so long ends with an error naming it.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ nothing is compared.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before it is clipped or the
@@ -116,25 +114,15 @@ class FabricDDPHooksStrategy(DDPStrategy):
         detect_nonfinite: bool = False,
         start_method: StartMethod = "popen",
     ) -> None:
-        self.settings = Settings.from_arguments("FabricDDPHooksStrategy", locals())
+        given = dict(locals())
+        self.settings = Settings.from_arguments("FabricDDPHooksStrategy", given)
         raise_on_conflict(self.settings.in_fit())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(precision=precision, **{name: given[name] for name in PASSED_ON})
         self._backward_sync_control = _SyncControl()  # type: ignore[assignment]
         # Held weakly: a model that the user lets go of goes.
         self._modules: list[weakref.ref[HookedModule]] = []
         self._lone_optimizers: list[weakref.ref[Optimizer]] = []
         self._saving = False
-
-    # ------------------------------------------------------------------ what users call
 
     def step(self, model: nn.Module | None = None) -> int:
         """Return the training step that comes next: how many have ended; of which model, if several were set up."""
@@ -147,10 +135,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def register_comm_hook(self, state: object, hook: Callable[..., Any], model: nn.Module | None = None) -> None:
         """Replace the mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``; on all ranks.
 
-        Args:
-            state: handed to each call untouched.
-            hook: called once for each full bucket, in order, on the backward path; see `GradBucket`.
-            model: the model, before its first backward; None, before any model is set up, for all models.
+        It is for one ``model``, before its first backward, or, before any is set up, for all.
 
         Raises:
             RuntimeError: a hook is registered already, or it is too late.
@@ -187,16 +172,11 @@ class FabricDDPHooksStrategy(DDPStrategy):
         """End training: with an averager every rank gets the averaged model for good; on all ranks."""
         self._run_of(model).finish()
 
-    # ------------------------------------------------------------------ setup
-
     @override
     def setup_module(self, module: nn.Module) -> HookedModule:  # type: ignore[override]
         """Build a reducer for the module; collective."""
-        if self.settings.optimizer_in_hook is not None and any(p.requires_grad for p in module.parameters()):
-            raise ValueError(
-                "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
-                "`model, optimizer = fabric.setup(model, optimizer)`, not `fabric.setup_module(model)`."
-            )
+        if any(p.requires_grad for p in module.parameters()):
+            self._refuse_separate_setup("fabric.setup_module(model)")
         wrapped = self._set_up(module, [])
         for optimizer in _alive(self._lone_optimizers):
             wrapped.clock.adopt(optimizer)
@@ -204,11 +184,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if self.settings.optimizer_in_hook is not None:
-            raise ValueError(
-                "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
-                "`model, optimizer = fabric.setup(model, optimizer)`, not `fabric.setup_optimizers(optimizer)`."
-            )
+        self._refuse_separate_setup("fabric.setup_optimizers(optimizer)")
         self._lone_optimizers = [weakref.ref(one) for one in (*_alive(self._lone_optimizers), optimizer)]
         for module in self._live_modules:
             module.clock.adopt(optimizer)
@@ -228,10 +204,16 @@ class FabricDDPHooksStrategy(DDPStrategy):
                     f"{type(optimizer).__name__} was set up together with {type(module).__name__} and has none of its "
                     "parameters, so that it does not train it: make it with the `parameters()` of just this model."
                 )
-        for model in self._live_modules:
-            for optimizer in optimizers:  # one may have the parameters of several models
+            for model in self._live_modules:  # it may have the parameters of several
                 model.clock.adopt(optimizer)
         return (wrapped, optimizers, *scheduler)
+
+    def _refuse_separate_setup(self, call: str) -> None:
+        if self.settings.optimizer_in_hook is not None:
+            raise ValueError(
+                "`optimizer_in_hook` steps the optimizer while the model's gradients come, and has to know both: use "
+                f"`model, optimizer = fabric.setup(model, optimizer)`, not `{call}`."
+            )
 
     def _set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> HookedModule:
         settings = self._settings_with(self.settings.hook)
@@ -252,7 +234,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         self._modules = [*map(weakref.ref, self._live_modules), weakref.ref(wrapped)]
         if first and self.settings.failure_timeout is not None and run.reducer.world_size > 1:
             self._start_watch(run.reducer.control_group, self.settings.failure_timeout)
-        announce(run, settings, rank_zero_info, steps=math.inf)  # how many steps the user's loop has is not known
+        announce(run, settings, steps=math.inf)  # how many steps the user's loop has is not known
         return wrapped
 
     def _settings_with(self, hook: CommHook | None) -> FitSettings:
@@ -268,10 +250,10 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
     def _run_of(self, model: nn.Module | None) -> TrainingRun:
         modules = self._live_modules
+        if model is None and len(modules) != 1:
+            many = f"{len(modules)} models have" if modules else "no model has"
+            raise RuntimeError(f"Expected one model, but {many} been set up{': name one' if modules else ''}.")
         if model is None:
-            if len(modules) != 1:
-                many = "no model has" if not modules else f"{len(modules)} models have"
-                raise RuntimeError(f"Expected one model, but {many} been set up{': name one' if modules else ''}.")
             return modules[0].run
         original = getattr(model, "module", model)
         for module in modules:
@@ -288,9 +270,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
             # The model that is being trained now, or else the one that has come furthest.
             return max(places, key=lambda place: (place[1], place[0].step), default=(Progress(0), False))
 
-        watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None), rank_zero_warn)
-
-    # ------------------------------------------------------------------ training
+        watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None))
 
     @property
     def _scaler(self) -> Any:
@@ -336,14 +316,11 @@ class FabricDDPHooksStrategy(DDPStrategy):
         if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
             raise ValueError(
                 "`fabric.clip_gradients` needs all gradients before the step, but `optimizer_in_hook` steps while they "
-                "come: use `OptimizerInHook(shard=True, overlap=False)`, which steps when all gradients are there, or "
-                "leave `optimizer_in_hook` out."
+                f"come: {TWO_PHASES}"
             )
         for model in self._live_modules:
             if model is module or model.clock.has(optimizer):
                 model.run.finish_backward()
-
-    # ------------------------------------------------------------------ checkpoints
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -371,9 +348,11 @@ class FabricDDPHooksStrategy(DDPStrategy):
         found = self._models_in(state)
         for run in found.values():
             run.before_checkpoint()
+        if found:
+            state = {**state, FABRIC_KEY: {key: run.state_dict() for key, run in found.items()}}
         self._saving = True
         try:
-            super().save_checkpoint(path, add_states(state, found), *args, **kwargs)
+            super().save_checkpoint(path, state, *args, **kwargs)
         finally:
             self._saving = False
 
@@ -391,16 +370,16 @@ class FabricDDPHooksStrategy(DDPStrategy):
         given = {key: self._loaded_in_parts(value) for key, value in state.items()}
         try:
             remainder = super().load_checkpoint(path, given, strict, **kwargs)
-            states = take_states(remainder, self._models_in(state), str(path))
+            runs = self._models_in(state)
+            states = take_states(remainder, str(path)) if runs else {}
         except Exception as error:
             agree_on_checkpoint(str(path), None, error)
             raise
-        agree_on_checkpoint(str(path), states.progress)
-        for key, value in given.items():
-            if not isinstance(value, PartialOptimizer):
-                state[key] = value
-        for warning in states.apply():
-            rank_zero_warn(warning)
+        steps = [f"{key!r} at training step {read.get('step')}" for key, read in states.items()]
+        agree_on_checkpoint(str(path), ", ".join(steps) or "no progress")
+        state.update({key: value for key, value in given.items() if not isinstance(value, PartialOptimizer)})
+        for key, run in runs.items():
+            restore(run, key, states.get(key), str(path))
         return remainder
 
     def _models_in(self, state: Mapping[str, Any]) -> dict[str, TrainingRun]:
@@ -414,8 +393,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
             if module.run.driver is not None and module.clock.has(value):
                 return PartialOptimizer(value, module.run.driver)
         return value
-
-    # ------------------------------------------------------------------ the end, names
 
     @override
     def teardown(self) -> None:

@@ -31,6 +31,7 @@ from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
+from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 
 _runs = itertools.count()
 _current: ProcessWatch | None = None
@@ -42,14 +43,13 @@ def start_detector(
     timeout: float,
     where: Callable[[], Progress],
     launcher: Callable[[], Any],
-    warn: Callable[[str], object],
     **options: Any,
 ) -> FailureDetector | None:
-    """Start to watch over the ranks of a group; on all ranks."""
+    """Start to watch over the ranks of a group; on all ranks. ``launcher`` returns what has started others."""
     try:
         store = comm.connect_store(f"ldh-health/{name}", timedelta(seconds=timeout))
     except (RuntimeError, NotImplementedError) as error:
-        warn(f"No failure reports: the store cannot be connected to a second time: {error}")
+        rank_zero_warn(f"No failure reports: the store cannot be connected to a second time: {error}")
         return None
 
     def exit_process(code: int) -> None:
@@ -60,16 +60,13 @@ def start_detector(
                 child.kill()
         os._exit(code)
 
-    rank, world_size, host = comm.rank(group), comm.world_size(group), comm.store_host()
-    return FailureDetector(
-        store, rank, world_size, where, timeout=timeout, store_host=host, exit_process=exit_process, **options
-    )
+    options |= {"timeout": timeout, "store_host": comm.store_host(), "exit_process": exit_process}
+    return FailureDetector(store, comm.rank(group), comm.world_size(group), where, **options)
 
 
 def explain(detector: FailureDetector, error: BaseException) -> None:
     """Tell the others of an error that this rank ends with; if it is their doing, have it say whose."""
-    report = detector.explain(error)
-    if report is not None:  # whoever raises this very exception again shows it
+    if (report := detector.explain(error)) is not None:  # whoever raises this very exception again shows it
         attach_report(error, report)
 
 
@@ -80,20 +77,14 @@ class TrainerWatch:
         self._detector: FailureDetector | None = None
 
     def start(
-        self,
-        timeout: float,
-        progress: Callable[[], tuple[Progress, str]],
-        uneven: Callable[[], bool],
-        launcher: Callable[[], Any],
+        self, timeout: float, progress: Callable[[], tuple[Progress, str]], inputs: Inputs, launcher: Callable[[], Any]
     ) -> None:
         """Start to watch over the other ranks; on all ranks, as soon as they have met.
 
-        Args:
-            timeout: Seconds of silence after which a rank is given up.
-            progress: Returns how far this rank has come, and what it is known to wait for, in words.
-            uneven: Tells whether uneven inputs are taken care of.
-            launcher: Returns what has started other processes.
+        ``progress`` returns how far this rank has come, and what it is known to wait for, in words.
         """
+        if comm.world_size() == 1:
+            return
         thread = threading.get_ident()  # the one that trains
 
         def where() -> Progress:
@@ -103,20 +94,13 @@ class TrainerWatch:
                 return Progress(place.step, place.synced_backwards, waits_for=waits_for, collectives=collectives)
             return replace(place, collectives=collectives)
 
-        if comm.world_size() > 1:
-            self._detector = start_detector(
-                f"run-{next(_runs)}",  # all ranks begin the same runs
-                comm.resolve_group(None),
-                timeout,
-                where,
-                launcher,
-                rank_zero_warn,
-                patient=True,
-                likely_cause=lambda: "" if uneven() else f"{LIKELY_CAUSE} The callback `UnevenInputs` handles them.",
-            )
+        name, world = f"run-{next(_runs)}", comm.resolve_group(None)  # all ranks begin the same runs
+        cause = f"{LIKELY_CAUSE} The callback `UnevenInputs` handles them."
+        options = {"patient": True, "likely_cause": lambda: "" if inputs.uneven else cause}
+        self._detector = start_detector(name, world, timeout, where, launcher, **options)
 
     def set_up(self) -> None:
-        """Be less patient: data are read and models built."""
+        """Take note that data are read and models built, so that there is less to wait for."""
         if self._detector is not None:
             self._detector.patient = False
 
@@ -176,21 +160,11 @@ class ProcessWatch:
 
 
 def watch_process(
-    group: comm.ProcessGroup,
-    timeout: float,
-    where: Callable[[], tuple[Progress, bool]],
-    launcher: Callable[[], Any],
-    warn: Callable[[str], object],
+    group: comm.ProcessGroup, timeout: float, where: Callable[[], tuple[Progress, bool]], launcher: Callable[[], Any]
 ) -> None:
-    """Watch over the ranks of a group until the process ends, in the place of a watch that is there; on all ranks.
+    """Watch over the ranks of a group, one used for no earlier watch, until the process ends; on all ranks.
 
-    Args:
-        group: A group that was used for no earlier watch.
-        timeout: Seconds of silence after which a rank is given up.
-        where: Tells how far this rank has come, and whether it is where it may wait for others; see [Note: work of the
-            user's own].
-        launcher: Returns what has started other processes, which end with this one.
-        warn: Says why there can be no detector.
+    ``where`` tells how far this rank has come, and whether it may wait for others; see [Note: work of the user's own].
     """
     global _current
     stop_watching_process()
@@ -201,7 +175,7 @@ def watch_process(
         # Without groups there is nobody to wait for.
         return place if waits and comm.is_initialized() else replace(place, synced_backwards=next(ticks))
 
-    detector = start_detector(comm.group_name(group), group, timeout, moving_or_waiting, launcher, warn)
+    detector = start_detector(comm.group_name(group), group, timeout, moving_or_waiting, launcher)
     _current = None if detector is None else ProcessWatch(detector)
 
 

@@ -27,13 +27,11 @@ def facts_of_fit(module: LightningModule) -> dict[str, Any]:
 def to_agree_on_in_fit(trainer: pl.Trainer) -> dict[str, object]:
     """Return what of the Trainer must be the same on all ranks, by name."""
     own = f"{__name__.partition('.')[0]}."
-    classes = [
-        next((base for base in type(callback).__mro__ if base.__module__.startswith(own)), None)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-    ]
+    classes = [type(callback).__mro__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    ours = [[base.__name__ for base in bases if base.__module__.startswith(own)][:1] for bases in classes]
     return {
         # Those of this package communicate.
-        "callbacks of lightning_ddp_hooks": ", ".join(sorted(c.__name__ for c in classes if c is not None)) or None,
+        "callbacks of lightning_ddp_hooks": ", ".join(sorted(name for names in ours for name in names)) or None,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": None if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm,

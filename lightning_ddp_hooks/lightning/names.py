@@ -14,6 +14,9 @@ from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
 from lightning_ddp_hooks.hooks.registry import HookLike
 
+PASSED_ON: tuple[str, ...] = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
+PASSED_ON += ("process_group_backend", "timeout", "start_method")
+"""Arguments of both strategies that Lightning's own take."""
 _LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _FORMS: dict[str, dict[str, bool]] = {
     "": {},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,11 +27,15 @@ from lightning_ddp_hooks.lightning.checkpoint_io import checkpoint_io_property
 from lightning_ddp_hooks.lightning.failure_watch import TrainerWatch
 from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit, to_agree_on_in_fit, warn_if_too_late
 from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
-from lightning_ddp_hooks.lightning.names import averager_by_lightnings_names, hook_by_lightnings_names, register_names
+from lightning_ddp_hooks.lightning.names import (
+    PASSED_ON,
+    averager_by_lightnings_names,
+    hook_by_lightnings_names,
+    register_names,
+)
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
-from lightning_ddp_hooks.lightning.uneven.collectives import op_name
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
@@ -45,9 +47,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
 
-    from lightning_ddp_hooks.lightning.uneven.run import UnevenSettings
-
-log = logging.getLogger(__name__)
+    from lightning_ddp_hooks.lightning.uneven.inputs import UnevenSettings
 
 
 class DDPHooksStrategy(DDPStrategy):
@@ -60,19 +60,16 @@ class DDPHooksStrategy(DDPStrategy):
         accelerator: set by the Trainer.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; by default detected (torchrun, SLURM, ...).
-        checkpoint_io: how checkpoints are written; by default in files that are whole or not there, see
-            `lightning_ddp_hooks.lightning.checkpoint_io.AtomicCheckpointIO`.
+        checkpoint_io: how checkpoints are written; by default in files that are whole or not there.
         precision_plugin: set by the Trainer from its ``precision``.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
             Short names are allreduce, batched_powersgd, bf16, fp16, fp8, int8, noop, onebit, post_local_sgd, powersgd,
             quantize_per_channel, quantize_per_tensor, topk.
-        averager: averages the model every few steps instead of gradients at every step; see
-            `lightning_ddp_hooks.averaging`.
+        averager: averages the model every few steps, not gradients at each; see `lightning_ddp_hooks.averaging`.
         average_before_eval: put the averaged model in place for validation.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
-        optimizer_in_hook: steps the optimizer while gradients are being reduced, or shares its state among the ranks,
-            or both; see `lightning_ddp_hooks.optim.OptimizerInHook`.
+        optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket, in MiB.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -86,17 +83,16 @@ class DDPHooksStrategy(DDPStrategy):
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
-        failure_timeout: seconds, or None for no failure reports. While fitting, each rank tells the others through the
-            store that it is alive. When a rank fails, dies, or is silent for so long while the others wait for it, they
-            end with an error that names it, its own error if it could still tell, and where they stood; a process that
-            is stuck in a collective of gloo by exiting.
+        failure_timeout: seconds, or None for no failure reports. When a rank fails, dies, or is silent for so long
+            while others wait for it, they end with an error that names it, its own error if it could still tell, and
+            where they stood; a process that is stuck in a collective of gloo exits.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before the step, naming rank
-            and parameter. Has no effect under a GradScaler, which deals with such gradients itself.
+            and parameter. Has no effect under a GradScaler.
         check_logged_values: raise on all ranks when they log different keys with ``sync_dist=True``, or metrics with
-            states that do not go together, instead of reducing what has nothing to do with each other.
+            states that do not go together.
         start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
@@ -111,6 +107,8 @@ class DDPHooksStrategy(DDPStrategy):
         >>> Trainer(strategy="ddp_hooks")
         >>> Trainer(strategy=DDPHooksStrategy(bucket_cap_mb=4, find_unused_parameters=True))
     """
+
+    checkpoint_io = checkpoint_io_property
 
     def __init__(
         self,
@@ -151,25 +149,13 @@ class DDPHooksStrategy(DDPStrategy):
         given["averager"] = averager_by_lightnings_names(averager, model_averaging_period, ddp_comm_state)
         self.settings = Settings.from_arguments("DDPHooksStrategy", given)
         raise_on_conflict(self.settings.in_fit())
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        super().__init__(precision_plugin=precision_plugin, **{name: given[name] for name in PASSED_ON})
         self._steps: TrainerSteps | None = None
         self._run: TrainingRun | None = None
         self._inputs = Inputs()
-        self._logging: LoggingCheck | None = None
         self._watch = TrainerWatch()
         self._failed = False
         self._state = TrainerState()
-
-    # ------------------------------------------------------------------ what users call
 
     @property
     def run(self) -> TrainingRun:
@@ -201,30 +187,22 @@ class DDPHooksStrategy(DDPStrategy):
         if self.settings.hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         raise_on_conflict(self._settings_now(comm_hook=declared))
-        if self._run is not None:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
-            self._run.install_hook(declared)
-        else:
+        if self._run is None:
             self.settings = replace(self.settings, comm_hook=declared)
+        else:  # the hook is this fit's alone: the next one calls the same `on_fit_start`
+            self._run.install_hook(declared)
 
     def active_group(self) -> comm.ProcessGroup | None:
         """Return the ranks that run the current step, for collectives of your own in a ``*_step``; None means all.
 
-        In manual optimisation a rank that has run out of data replays its last batch; there the group is that rank
-        alone.
+        In manual optimisation a rank that has run out of data replays its last batch, in a group of its own.
         """
         return self._inputs.active_group()
-
-    # ------------------------------------------------------------------ what callbacks call
 
     def use_averager(
         self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
     ) -> None:
-        """Average the model; as if given to the constructor. Before the strategy is set up.
-
-        Raises:
-            TypeError: not an averager.
-            ValueError: there is an averager already, or it does not go with another setting.
-        """
+        """Average the model, as if that was given to the constructor; before the strategy is set up."""
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
         flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
@@ -243,38 +221,29 @@ class DDPHooksStrategy(DDPStrategy):
         hook = comm_hook or (self.settings.hook if self._run is None else self._run.hook.declared)
         return replace(self.settings, comm_hook=hook).in_fit(**{**self._inputs.facts(), **facts})
 
-    # ------------------------------------------------------------------ setup
-
-    checkpoint_io = checkpoint_io_property
-
     @property
     def _may_communicate(self) -> bool:
         """Whether all ranks are where this one is; not while an exception is handled, nor in one that only launches."""
-        if self._failed or not comm.is_initialized():
-            return False
         module = self.lightning_module
-        return module is None or not module.trainer.interrupted
+        return not self._failed and comm.is_initialized() and (module is None or not module.trainer.interrupted)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failed = self._state.agreed = False
         if self.settings.failure_timeout is not None:
-            self._watch.start(self.settings.failure_timeout, self._progress, self._uneven, lambda: self.launcher)
+            self._watch.start(self.settings.failure_timeout, self._progress, self._inputs, lambda: self.launcher)
 
     def _progress(self) -> tuple[Progress, str]:
         place = Progress(0) if self._run is None else self._run.progress()
-        return place, "" if self._logging is None else self._logging.waits_for
-
-    def _uneven(self) -> bool:
-        return self._inputs.uneven is not None
+        return place, "" if self._inputs.logging is None else self._inputs.logging.waits_for
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
+            self._inputs.logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
         self._watch.set_up()
 
     @override
@@ -282,9 +251,9 @@ class DDPHooksStrategy(DDPStrategy):
         """Build the training run; the model stays as it is."""
         module = self.lightning_module
         assert module is not None
-        manual = not module.automatic_optimization
-        raise_on_conflict(self._settings_now(**facts_of_fit(module)))
-        if self.settings.optimizer_in_hook is not None and self.settings.optimizer_in_hook.overlap:
+        manual, settings = not module.automatic_optimization, self._settings_now(**facts_of_fit(module))
+        raise_on_conflict(settings)
+        if settings.steps_early:
             warn_if_too_late(module)
         # Without a checkpoint a fit begins with new optimizers, hooks and averagers, and so does their clock.
         self._run = TrainingRun(
@@ -294,14 +263,13 @@ class DDPHooksStrategy(DDPStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             in_parts=manual,
             ends_steps=manual,
-            weighs_samples=self.settings.gradient_weighting == "samples" and self._inputs.uneven is None,
+            weighs_samples=self.settings.gradient_weighting == "samples" and not self._inputs.uneven,
             agree_on={"UnevenInputs": self._inputs.text(), **to_agree_on_in_fit(module.trainer)},
             restored=self._state.restored,
             warn=rank_zero_warn,
         )
         self._state.begin(self._run)
         self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
-        log.debug("reducer: %s", self._run.reducer.stats())
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -323,26 +291,20 @@ class DDPHooksStrategy(DDPStrategy):
         assert module is not None
         self.run.hook.begin()
         known = module.automatic_optimization  # else a step of the Trainer is not one of ours
-        steps = float(module.trainer.estimated_stepping_batches) if known else math.inf
-        settings = self._settings_now(**facts_of_fit(module))
-        announce(self.run, settings, rank_zero_info, steps=steps, inputs=self._inputs.text())
-
-    # ------------------------------------------------------------------ data and steps
+        steps = float(module.trainer.estimated_stepping_batches if known else "inf")
+        announce(self.run, self._settings_now(**facts_of_fit(module)), steps=steps, inputs=self._inputs.text())
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        dataloader = super().process_dataloader(dataloader)
-        return dataloader if self._inputs.uneven is None else self._inputs.uneven.wrap(dataloader)
+        return self._inputs.wrap(super().process_dataloader(dataloader))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        to_device = super().batch_to_device
-        return self._inputs.batch_to_device(
-            batch, device or self.root_device, lambda: to_device(batch, device, dataloader_idx)
-        )
+        to_device = partial(super().batch_to_device, batch, device, dataloader_idx)
+        return self._inputs.batch_to_device(batch, device or self.root_device, to_device)
 
     def _as_if_read(self, batch: Any) -> Any:
-        """Do to a batch what the training loop does to one that it has just read."""
+        # What the training loop does to a batch that it has just read.
         batch = _compat.before_batch_transfer(self.lightning_module, self.precision_plugin.convert_input(batch))
         return super().batch_to_device(batch)
 
@@ -358,21 +320,21 @@ class DDPHooksStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         self._steps.begin(args[0] if args else kwargs)
-        step = self._steps.user_step(super().training_step)
+        step = partial(self._steps.user_step, super().training_step)
         return self._steps.end(self._inputs.run_step("training_step", step, args, kwargs, self._as_if_read))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        steps, module = self._steps, self.lightning_module
+        steps, module, precision = self._steps, self.lightning_module, self.precision_plugin
         if steps is None or module is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         closure_loss = steps.weighted(closure_loss)
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        closure_loss = precision.pre_backward(closure_loss, module)
         with steps.backward(closure_loss) as runs:
             if runs:
-                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+                precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -387,11 +349,8 @@ class DDPHooksStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        if self._steps is None:
+        with nullcontext() if self._steps is None else self._steps.accumulating():
             yield
-        else:
-            with self._steps.accumulating():
-                yield
 
     @override
     def on_validation_start(self) -> None:
@@ -403,15 +362,8 @@ class DDPHooksStrategy(DDPStrategy):
         if self._run is not None:
             self._run.after_eval()
 
-    # ------------------------------------------------------------------ collectives
-
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if self._logging is not None and self._inputs.tail is None and self._logging.takes(tensor):
-            return self._logging.reduce(tensor, group, reduce_op)
-        if isinstance(tensor, Tensor) and op_name(reduce_op) == "mean" and not tensor.is_floating_point():
-            # Lightning cuts off the mean of integers, and divides the mean of an epoch by such a one.
-            tensor = tensor.to(torch.get_default_dtype())
         return self._inputs.reduce(super().reduce, tensor, group, reduce_op)
 
     @override
@@ -432,23 +384,15 @@ class DDPHooksStrategy(DDPStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self._inputs.broadcast(super().broadcast, obj, src)
 
-    # ------------------------------------------------------------------ checkpoints
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._run is None or not self._may_communicate:
-            return state
-        return self._run.model_state(state)
+        return state if self._run is None or not self._may_communicate else self._run.model_state(state)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        run, plain = self._run, getattr(optimizer, "_optimizer", optimizer)
-        state = None
-        if self._may_communicate and run is not None and run.averaging is not None:
-            state = run.optimizer_state(plain)
-        elif self._may_communicate:
-            state = self._state.optimizer_state(plain)
+        plain = getattr(optimizer, "_optimizer", optimizer)
+        state = self._state.optimizer_state(self._run, plain) if self._may_communicate else None
         return super().optimizer_state(optimizer) if state is None else state
 
     @override
@@ -461,23 +405,18 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        read = super().load_checkpoint
-        checkpoint = self._state.load(str(checkpoint_path), lambda: read(checkpoint_path, *args, **kwargs))
+        read = partial(super().load_checkpoint, checkpoint_path, *args, **kwargs)
+        checkpoint = self._state.load(str(checkpoint_path), read)
         if self._run is not None and self._state.restored is not None:  # a tuner puts back where it began
             self._run.restore(self._state.restored)
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        run = self._run
-        if run is None or not run.sharded:
+        if self._run is None or not self._run.sharded:
             super().load_optimizer_state_dict(checkpoint)
-        else:
-            self._state.load_optimizers(run, checkpoint["optimizer_states"])
-        if run is not None:
-            self._state.load_averaging(run)
-
-    # ------------------------------------------------------------------ the end
+        if self._run is not None:
+            self._state.load_optimizers(self._run, checkpoint["optimizer_states"])
 
     @override
     def on_train_end(self) -> None:
@@ -501,10 +440,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._watch.stop()
         self._state.close(self._run)
         self._run = self._steps = None
-        if self._logging is not None:
-            self._logging.close(failed=self._failed)
-            self._logging = None
-        self._inputs.close()
+        self._inputs.close(failed=self._failed)
         super().teardown()
 
     @classmethod

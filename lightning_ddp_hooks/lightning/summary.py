@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_info
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
@@ -24,14 +25,12 @@ from lightning_ddp_hooks.traffic import sent_by_rank
 log = logging.getLogger(__name__)
 
 
-def announce(
-    run: TrainingRun, settings: FitSettings, say: Callable[[str], object], *, steps: float, inputs: str | None = None
-) -> None:
+def announce(run: TrainingRun, settings: FitSettings, *, steps: float, inputs: str | None = None) -> None:
     """Say on rank zero who communicates what, and warn of what will do nothing."""
     hook, averager = run.hook.declared, settings.averager
     texts = declared(hook, averager, settings.optimizer_in_hook)
     texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
-    say(summary_text(run.reducer.stats(), texts))
+    rank_zero_info(summary_text(run.reducer.stats(), texts))
     if comm.rank(run.reducer.group) == 0:
         useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
         for text in (*useless, *warn_no_effect(settings)):
@@ -39,25 +38,11 @@ def announce(
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
-    """Return the lines.
-
-    Args:
-        facts: what `Reducer.stats` says before the first backward.
-        parts: further lines by their label; None leaves one out.
-
-    Example:
-        >>> print(summary_text(reducer.stats(), {"hook": "PowerSGD(rank=1)", "averager": None}))
-        lightning_ddp_hooks: 2 ranks over gloo, native reducer
-          gradients   58.7 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB
-          all-reduce  of them, without hook, would send 58.7 MiB from each rank
-          hook        PowerSGD(rank=1)
-    """
+    """Return the lines, from what `Reducer.stats` says and further texts by label; None leaves one out."""
     ranks, total = facts["world_size"], facts["total_parameter_size_bytes"]
     first, cap = facts["first_bucket_bytes"], facts["bucket_cap_bytes"]
-    if total < 2 * min(first, cap):
-        sizes = "one bucket"
-    else:
-        sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
+    sizes = f"buckets of {mib(cap)}" if first == cap else f"buckets of {mib(first)} and then {mib(cap)}"
+    sizes = "one bucket" if total < 2 * min(first, cap) else sizes
     instead = " and ".join(label for label in ("hook", "averager") if parts.get(label) is not None)
     sends = f", without {instead}, would send" if instead else " sends"
     sent = sent_by_rank("all_reduce", total, ranks)
@@ -92,12 +77,9 @@ def brief(declaration: object) -> str:
         return f"{hook_name(called)}({', '.join(given)})"
     if isinstance(declaration, torch.dtype) or not is_dataclass(declaration) or isinstance(declaration, type):
         return declaration_text(declaration)
-    inside = []
-    for entry in fields(declaration):
-        value = getattr(declaration, entry.name, MISSING)
-        if entry.repr and value is not MISSING and _differs(value, entry):
-            inside.append(f"{entry.name}={brief(value)}")
-    return f"{type(declaration).__name__}({', '.join(inside)})"
+    values = [(entry, getattr(declaration, entry.name, MISSING)) for entry in fields(declaration) if entry.repr]
+    changed = [(entry, value) for entry, value in values if value is not MISSING and _differs(value, entry)]
+    return f"{type(declaration).__name__}({', '.join(f'{entry.name}={brief(value)}' for entry, value in changed)})"
 
 
 _SHOWN = 8
@@ -115,13 +97,9 @@ def _differs(value: object, entry: Field[Any]) -> bool:
 def without_effect(
     hook: CommHook | None, averager: ModelAverager | None, steps: float, subgroups: int | None = None
 ) -> Iterator[str]:
-    """Say what of the settings will do nothing, or not what its user may think.
+    """Say what of the settings will do nothing, or not what its user may think, in a fit of so many steps.
 
-    Args:
-        hook: the hook of this fit.
-        averager: the averager, if any.
-        steps: how many steps the fit has in all; infinity if that is not known.
-        subgroups: of a bound `PostLocalSGD`, how many it has; None if that is not known.
+    ``steps`` may be infinity, and ``subgroups``, those of a bound `PostLocalSGD`, None, where that is not known.
     """
     for name, setting, start in late_starts(hook):
         if start >= steps:

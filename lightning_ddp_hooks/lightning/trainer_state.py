@@ -57,23 +57,22 @@ class TrainerState:
         return checkpoint
 
     def load_optimizers(self, run: TrainingRun, states: list[Any]) -> None:
-        """Have each rank take its parts of the states of sharded optimizers."""
-        assert run.driver is not None
+        """Have each rank take its parts of sharded optimizers' states, and then the averager go on."""
         try:
-            for optimizer, state in zip(run.optimizers(), states, strict=False):
+            for optimizer, state in zip(run.optimizers(), states, strict=False) if run.sharded else ():
+                assert run.driver is not None
                 run.driver.load_state_dict(optimizer, state)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"The checkpoint's entry 'optimizer_states' is damaged: {type(error).__name__}: {error}."
             ) from error
-
-    def load_averaging(self, run: TrainingRun) -> None:
-        """Have the averager go on, once the optimizers have been loaded."""
         state, self._restored_averaging = self._restored_averaging, None
         run.load_averaging(state)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return an optimizer's state that is sharded, whole on the first rank; None if it is not. Collective."""
+    def optimizer_state(self, run: TrainingRun | None, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return an optimizer's state, averaged or whole, on the first rank; None if it is the same on all."""
+        if run is not None and run.averaging is not None:
+            return run.optimizer_state(optimizer)
         if self.driver is None or not self.driver.settings.shard:
             return None
         return self.driver.state_dict(optimizer)

@@ -29,8 +29,7 @@ class TrainerSteps:
         self._inputs = inputs
         self._manual = manual
         self._device = device
-        self._missing_loss = False
-        self._accumulates = False
+        self._missing_loss = self._accumulates = False
         self._before = (0, 0)
 
     @contextmanager
@@ -49,25 +48,20 @@ class TrainerSteps:
             # Also where replicas train for themselves: one without data follows those that have some.
             self._reducer.sync = True
         self._run.before_forward()
-        if self._run.weighs_samples:
-            self._run.announce_samples(_compat.samples_in(batch))
+        if self._run.weights is not None:
+            self._run.weights.post(_compat.samples_in(batch))
         self._before = (self._reducer.synced_backwards, self._run.windowed_backwards)
 
-    def user_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the user's step with what all ranks that run it do at its end, before anything else collective."""
-
-        def with_end(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            if self._manual:
-                self._reducer.end_step()
-            return output
-
-        return with_end
+    def user_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step, and what all ranks that run it do at its end, before anything else collective."""
+        output = step(*args, **kwargs)
+        if self._manual:
+            self._reducer.end_step()
+        return output
 
     def end(self, output: Any) -> Any:
         """Take what the user's step returned, and return what Lightning is to see; collective."""
-        tail = self._inputs.tail
-        if tail is not None:
+        if (tail := self._inputs.tail) is not None:
             self._reducer.buffers.refresh(tail.first)
         if self._manual:
             self._end_manual_step()
@@ -78,12 +72,12 @@ class TrainerSteps:
         return output
 
     def _end_manual_step(self) -> None:
-        run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven is not None
+        run, (synced, windowed), uneven = self._run, self._before, self._inputs.uneven
         by_hand = self._reducer.synced_backwards - synced > run.windowed_backwards - windowed
         if by_hand or run.trains_alone:
             run.check_gradients()
         run.step_ended()
-        if by_hand and (uneven or run.weighs_samples):
+        if by_hand and (uneven or run.weights is not None):
             cause = '`gradient_weighting="samples"` scales' if not uneven else "UnevenInputs scales"
             raise RuntimeError(
                 f"{cause} the loss in `manual_backward`; with `loss.backward()` it would have no effect. Call "
@@ -92,15 +86,15 @@ class TrainerSteps:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss scaled by this rank's weight."""
-        uneven = self._inputs.uneven
-        factor = self._run.loss_factor() if uneven is None else uneven.factor()
+        weights = self._run.weights
+        factor = self._inputs.factor() if weights is None else weights.factor()
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[bool]:
         """Surround the backward of a loss; gives whether it is to be run, or this rank takes part without."""
         missing, self._missing_loss = self._missing_loss, False
-        joined = self._inputs.uneven is not None and self._inputs.uneven.joined
+        joined = self._inputs.joined
         constant = not (missing or joined or loss.requires_grad)
         if constant:
             warnings.warn(
@@ -116,7 +110,8 @@ class TrainerSteps:
         run = self._run
         self._reducer.finalize_pending_backward()
         if self._manual:
-            run.look_at_unreduced_gradients()  # the backward may have been the user's own
+            if run.trains_alone:
+                run.look_at_gradients()  # the backward may have been the user's own
             output = perform(closure)
             run.hook.note_loss_scale()
             return output

@@ -118,7 +118,7 @@ class Injector(Callback):
         if self.fault.place == "hook":
             self._before(trainer.strategy.reducer.queue.hook, "reduce", trainer)
         if self.fault.place == "average":
-            self._before(trainer.strategy.run.averaging.driver.bound, "_average", trainer)
+            self._before(trainer.strategy.run.averaging.bound, "_average", trainer)
         if self.fault.place == "step":
             self._before(trainer.optimizers[0], "step", trainer)
 

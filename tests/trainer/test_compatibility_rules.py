@@ -26,7 +26,7 @@ def test_every_setting_works_by_itself() -> None:
 def test_every_rule_speaks_of_some_run() -> None:
     runs = [run_of(pair) for pair in pairs(AXES)] + list(OTHER_RUNS)
     for rule in RULES:
-        assert any(rule.found(run) is not None for run in runs), f"{rule.first} and {rule.second}"
+        assert any(rule.found(run) is not None for run in runs), rule.pair
 
 
 def test_no_rule_speaks_of_the_defaults() -> None:

@@ -16,6 +16,7 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.gradients import agree_on_found_inf
+from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
 
@@ -47,12 +48,9 @@ class ModelAveraging(Callback):
     ) -> None:
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
-        for name, flag in (("average_before_eval", average_before_eval), ("save_replicas", save_replicas)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"Expected True or False for `{name}`, got {flag!r}.")
+        self._flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
+        Settings(average_before_eval=average_before_eval, save_replicas=save_replicas).check()
         self.averager = averager
-        self._before_eval = average_before_eval
-        self._save_replicas = save_replicas
         self._averaging: Averaging | None = None
         self._final: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
@@ -71,8 +69,7 @@ class ModelAveraging(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, DDPHooksStrategy):
             if self._handed_to is not strategy:  # it keeps the averager for further fits
-                flags = {"average_before_eval": self._before_eval, "save_replicas": self._save_replicas}
-                strategy.use_averager(self.averager, **flags)
+                strategy.use_averager(self.averager, **self._flags)
                 self._handed_to = strategy
             return
         if type(strategy) is not DDPStrategy:
@@ -97,12 +94,13 @@ class ModelAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
+            before_eval, keep = self._flags.values()
             self._averaging = Averaging(
                 self.averager,
                 pl_module,
                 lambda: trainer.strategy.optimizers,
-                before_eval=self._before_eval,
-                save_replicas=self._save_replicas,
+                before_eval=before_eval,
+                save_replicas=keep,
             )
 
     @override

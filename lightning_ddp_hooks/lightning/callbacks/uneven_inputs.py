@@ -1,4 +1,4 @@
-"""Uneven inputs under a Trainer: what the user declares; the strategy makes an `UnevenRun` of it at setup."""
+"""Uneven inputs under a Trainer: what the user declares; the strategy's `Inputs` do it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_ddp_hooks.join.agreement import Divisor
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
-from lightning_ddp_hooks.lightning.uneven.run import Policy, UnevenSettings
+from lightning_ddp_hooks.lightning.uneven.inputs import Policy, UnevenSettings
 
 
 class UnevenInputs(Callback):

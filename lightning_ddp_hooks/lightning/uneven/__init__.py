@@ -1,1 +1,1 @@
-"""Uneven inputs under a Trainer: the run that a strategy asks what a step means on this rank."""
+"""Uneven inputs under a Trainer: what a step means on this rank, and who takes part in its collectives."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-_COPIED_ARGUMENTS = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph",
-                     "add_dataloader_idx", "metric_attribute")  # fmt: skip
+_COPIED_ARGUMENTS: tuple[str, ...] = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
+_COPIED_ARGUMENTS += ("add_dataloader_idx", "metric_attribute")
 _STATE_OF_LOGGED = ("value", "cumulated_batch_size", "_computed", "has_reset", "_update_count", "_forward_cache")
 
 
@@ -58,11 +58,7 @@ def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
         meta = result.meta
         if meta.fx.split(".")[0] != name or result.has_reset or meta.sync.rank_zero_only:
             continue
-        copied = ("name", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
-        arguments = {
-            argument: getattr(meta, argument) for argument in (*copied, "add_dataloader_idx", "metric_attribute")
-        }
-        arguments["sync_dist"] = meta.sync.should
+        arguments = {name: getattr(meta, name) for name in _COPIED_ARGUMENTS} | {"sync_dist": meta.sync.should}
         if meta.sync.group is not None:
             problem = (
                 f"UnevenInputs does not support `self.log({meta.name!r}, ..., sync_dist_group=...)` in a step: ranks "
@@ -72,13 +68,14 @@ def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
         value = cache.detach().cpu() if isinstance(cache, Tensor) else None
         dtype = result.value.dtype if result.is_tensor else None
         entries.append(LogEntry(key, name, arguments, meta.dataloader_idx, dtype, value))
-    states = {}
-    for path, metric in _metrics(trainer.lightning_module):
-        states[path] = {
+    states = {
+        path: {
             state: emptied(values[0]).cpu()
             for state, values in _compat.list_states(metric).items()
             if values and isinstance(values[0], Tensor)
         }
+        for path, metric in _metrics(trainer.lightning_module)
+    }
     output = on_cpu(emptied(output))
     try:
         pickle.dumps(output)
@@ -133,14 +130,11 @@ def mask_logs(results: Any, masked: Callable[[], bool]) -> None:
 @contextmanager
 def undoing_effects(trainer: pl.Trainer) -> Iterator[None]:
     """Undo, once the block has ended, what it did to buffers, metrics and logs."""
-    module = trainer.lightning_module
+    module, results = trainer.lightning_module, _compat.logged_results(trainer)
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     restores = [_compat.snapshot_metric(metric) for _, metric in _metrics(module)]
-    results = _compat.logged_results(trainer)
-    logged = {
-        key: {name: vars(result)[name] for name in _STATE_OF_LOGGED if name in vars(result)}
-        for key, result in results.items()
-    }
+    states = {key: vars(result) for key, result in results.items()}
+    logged = {key: {name: state[name] for name in _STATE_OF_LOGGED if name in state} for key, state in states.items()}
     try:
         yield
     finally:
