@@ -102,6 +102,9 @@ class PseudoGradientExchange:
                     self._sent.append(_Sent(bucket, self._queue.launch(view), positions))
             with self._on_streams():
                 self._queue.end_launches()
+        if self.hook is not None and self.hook.one_at_a_time and not self._queue.at_once:
+            # A function may send on a group that others use too: nothing of it may be issued at a time of its own.
+            self.means()
 
     @torch.no_grad()  # a hook goes on here, and must find the mode in which it was begun
     def means(self) -> dict[int, Tensor]:
