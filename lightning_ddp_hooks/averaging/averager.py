@@ -1,7 +1,4 @@
-"""A model averager as a user declares it: picklable, keyword-only, without process group; and what it learns at setup.
-
-At setup it is bound to ranks and a model (bound.py).
-"""
+"""A model averager as a user declares it, and what it learns at setup, where it is bound to ranks and a model."""
 
 from __future__ import annotations
 
@@ -76,7 +73,6 @@ class ModelAverager(ABC):
     optimizer_state: Literal["none", "averaged"] = "none"
 
     def __post_init__(self) -> None:
-        """Check what all averagers have."""
         require_int("warmup_steps", self.warmup_steps, 0)
         if not isinstance(self.average_buffers, bool):
             raise TypeError(f"Expected True or False for `average_buffers`, got {self.average_buffers!r}.")
@@ -151,9 +147,9 @@ def plain_context(
 ) -> AveragingContext:
     """Return a context over a process group (None: the default one), outside a Trainer; collective."""
     group = comm.resolve_group(process_group)
-    control = comm.new_group(group, cpu=True)
+    control_group = comm.new_group(group, cpu=True)
     return AveragingContext(
-        group=group, control_group=control, names=names, params=params, buffers=buffers, optimizers=optimizers
+        group=group, control_group=control_group, names=names, params=params, buffers=buffers, optimizers=optimizers
     )
 
 

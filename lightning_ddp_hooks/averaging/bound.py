@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
@@ -22,10 +22,6 @@ from lightning_ddp_hooks.hooks.state import whole_number
 
 class BoundAverager(ABC):
     """An averager at work.
-
-    Args:
-        settings: What the user declared.
-        context: What is known at setup.
 
     Attributes:
         settings: What the user declared.
@@ -53,8 +49,6 @@ class BoundAverager(ABC):
         self.replicas_equal = True
         self._means: FlatMean | None = None
 
-    # ------------------------------------------------------------------ each step
-
     @abstractmethod
     def _average(self, step: int) -> bool:
         """Average if ``step`` is due; may overwrite parameters, buffers and optimizer state. Collective.
@@ -65,8 +59,8 @@ class BoundAverager(ABC):
 
     def average_parameters(self) -> None:
         """Do what the schedule says for this step, and count it; on all ranks, after the step's optimizers."""
-        flags = zip(self._ever_trainable, self.context.params, strict=True)
-        self._ever_trainable = [before or param.requires_grad for before, param in flags]
+        pairs = zip(self._ever_trainable, self.context.params, strict=True)
+        self._ever_trainable = [before or param.requires_grad for before, param in pairs]
         equal_before = self.replicas_equal and self.syncs_gradients(self.step)
         self.replicas_equal = self._average(self.step) or equal_before
         self.step += 1
@@ -75,15 +69,9 @@ class BoundAverager(ABC):
         """Tell whether the gradients of ``step`` are to be averaged over all ranks."""
         return step < self.settings.warmup_steps
 
-    # ------------------------------------------------------------------ the averaged model
-
     def trainable_indices(self) -> list[int]:
         """Return the positions of the parameters to average; see [Note: which parameters]."""
         return [index for index, trainable in enumerate(self._ever_trainable) if trainable]
-
-    def trainable_params(self) -> list[nn.Parameter]:
-        """Return the parameters to average, in order."""
-        return [self.context.params[index] for index in self.trainable_indices()]
 
     def float_buffers(self) -> list[Tensor]:
         """Return the buffers to average, which are in floating point; none unless `average_buffers` is set."""
@@ -92,7 +80,7 @@ class BoundAverager(ABC):
 
     def model_tensors(self) -> list[Tensor]:
         """Return the tensors that make up the averaged model: parameters, then buffers if they are averaged."""
-        return [*self.trainable_params(), *self.float_buffers()]
+        return [*(self.context.params[index] for index in self.trainable_indices()), *self.float_buffers()]
 
     def average_into(self, targets: Sequence[Tensor]) -> None:
         """Write the averaged model into ``targets``, shaped like `model_tensors`; collective, changes no state.
@@ -115,7 +103,6 @@ class BoundAverager(ABC):
         self._means.run(group, into)
 
     def _average_model(self, group: comm.ProcessGroup) -> None:
-        """Average parameters, buffers and optimizer state over ``group``, in place."""
         self._mean(self.model_tensors(), group)
         self._average_optimizers(group)
 
@@ -123,8 +110,6 @@ class BoundAverager(ABC):
         if self.settings.optimizer_state == "averaged":
             for optimizer in self.context.optimizers():
                 average_optimizer_state(optimizer, group, self.context.control_group)
-
-    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, the same on all ranks; collective for some averagers.
@@ -153,8 +138,6 @@ class BoundAverager(ABC):
 
     def _load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most averagers have none)
         pass
-
-    # ------------------------------------------------------------------ groups
 
     def new_group(self, parent: comm.ProcessGroup) -> comm.ProcessGroup:
         """Make a further group over the ranks of ``parent``, which is freed with the averager; collective."""

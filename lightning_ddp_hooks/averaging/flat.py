@@ -63,9 +63,7 @@ class FlatMean:
             memory = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in parts[:_IN_FLIGHT]]
             for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 buffer = memory[number % _IN_FLIGHT][:size]
-                shapes = [as_real(self._tensors[position]).shape for position in part]
-                pieces = torch.split(buffer, [shape.numel() for shape in shapes])
-                views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+                views = _compat.unflatten(buffer, [as_real(self._tensors[position]) for position in part])
                 self._chunks.append(_Chunk(part, buffer, views, self._streams[device]))
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:

@@ -1,7 +1,6 @@
-"""The mean of optimizer state over ranks: momenta and the like.
+"""The mean over ranks of optimizer state: of each floating-point tensor that all of them have.
 
-Averaged is every floating-point tensor of an optimizer's state that all ranks have. Counters ("step", scalars) and what
-only some ranks have (a parameter that was never used on one of them) stay as each rank has them.
+Counters ("step", scalars) and what only some ranks have (of a parameter that one has never used) stay as they are.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[tupl
         for key in sorted(optimizer.state.get(param, {}), key=str)
         if _is_averaged(key, optimizer.state[param][key], param)
     }
-    shapes = {entry: list(tensor.shape) for entry, tensor in own.items()}
-    everyones = comm.all_gather_object(shapes, control_group)
+    shapes = comm.all_gather_object({entry: list(tensor.shape) for entry, tensor in own.items()}, control_group)
     return {
         entry: tensor
         for entry, tensor in own.items()
-        if all(theirs.get(entry) == shapes[entry] for theirs in everyones)
+        if all(theirs.get(entry) == list(tensor.shape) for theirs in shapes)
     }
 
 

@@ -36,7 +36,6 @@ class PeriodicModelAverager(ModelAverager):
     period: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         super().__post_init__()
         PeriodicSchedule(self.period, self.warmup_steps)
 
@@ -86,7 +85,6 @@ class HierarchicalModelAverager(ModelAverager):
     period_group_size_dict: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        """Check the specification."""
         super().__post_init__()
         HierarchicalSchedule.build(self.period_group_size_dict, self.warmup_steps)
 

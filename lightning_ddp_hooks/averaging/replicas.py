@@ -38,12 +38,12 @@ def gather_replicas(
     """
     items: list[_Item] = []
     for kind, tensors in (("params", params), ("buffers", buffers)):
-        items += [((kind, name), _nbytes(tensor), own_value(tensor)) for name, tensor in tensors.items()]
+        items += [((kind, name), tensor.nbytes, own_value(tensor)) for name, tensor in tensors.items()]
     for number, optimizer in enumerate(optimizers):
         state = optimizer.state_dict()["state"]
         for position, param in enumerate(optimizer_params(optimizer)):
             # Twice the parameter is what Adam keeps; ranks must agree on the size, so it is not looked up.
-            items.append((("optimizers", number, position), 2 * _nbytes(param), state.get(position)))
+            items.append((("optimizers", number, position), 2 * param.nbytes, state.get(position)))
 
     first = comm.rank(control_group) == 0
     ranks: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def gather_replicas(
         for _ in range(comm.world_size(control_group) if first else 0)
     ]
     for batch in _batches(items):
-        gathered = comm.gather_object([(path, _on_cpu(value)) for path, _, value in batch], control_group)
+        gathered = comm.gather_object([(path, copy_to_cpu(value)) for path, _, value in batch], control_group)
         for replica, pieces in zip(ranks, gathered or (), strict=True):
             for (*parents, last), value in pieces:
                 if value is None:  # this rank's optimizer has no state for this parameter
@@ -84,9 +84,8 @@ def restore_replica(
             f"The checkpoint's replica has {len(replica['optimizers'])} optimizers, this run has {len(optimizers)}."
         )
     for optimizer, state in zip(optimizers, replica["optimizers"], strict=True):
-        whole = optimizer.state_dict()
-        whole["state"] = _on_cpu(state)  # copies: the optimizer writes into them
-        optimizer.load_state_dict(whole)  # brings tensors to the device and dtype of their parameter
+        # Copies: the optimizer writes into them. It brings them to the device and dtype of their parameter.
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": copy_to_cpu(state)})
 
 
 def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
@@ -102,15 +101,12 @@ def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
         yield batch
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _on_cpu(value: Any) -> Any:
+def copy_to_cpu(value: Any) -> Any:
+    """Copy the tensors in a nested state to the CPU; tuples become lists."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _on_cpu(item) for key, item in value.items()}
+        return {key: copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_on_cpu(item) for item in value]
+        return [copy_to_cpu(item) for item in value]
     return value

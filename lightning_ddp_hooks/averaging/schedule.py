@@ -24,7 +24,6 @@ class PeriodicSchedule:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless both are whole numbers in their range."""
         require_int("period", self.period, 1)
         require_int("warmup_steps", self.warmup_steps, 0)
 
@@ -104,7 +103,6 @@ class FragmentSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        """Raise unless the numbers are in range, and each fragment lands before the next one is sent."""
         for name, minimum in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
             require_int(name, getattr(self, name), minimum)
         if self.fragments > self.period:
@@ -123,10 +121,6 @@ class FragmentSchedule:
     def offsets(self) -> tuple[int, ...]:
         """Step within a period, from 1 to ``period``, at which each fragment is sent."""
         return tuple((index + 1) * self.period // self.fragments for index in range(self.fragments))
-
-    def begins(self, step: int) -> bool:
-        """Tell whether the outer parameters begin at ``step``."""
-        return step == self.warmup_steps
 
     def fragment(self, step: int) -> int | None:
         """Return which fragment ``step`` sends, or None."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
 from lightning_ddp_hooks.averaging.bound import BoundAverager
 from lightning_ddp_hooks.averaging.outer import OuterModel
+from lightning_ddp_hooks.averaging.replicas import copy_to_cpu
 from lightning_ddp_hooks.averaging.schedule import PeriodicSchedule, require_number
 from lightning_ddp_hooks.hooks.state import whole_number
 
@@ -52,7 +53,6 @@ class SlowMo(ModelAverager):
     slowmo_lr: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         super().__post_init__()
         PeriodicSchedule(self.period, self.warmup_steps)
         require_number("slowmo_factor", self.slowmo_factor)
@@ -125,11 +125,11 @@ class _BoundSlowMo(BoundAverager):
                     yield f"{number}.{position}", group
 
     def _extra_state(self) -> dict[str, Any]:
-        names = self.context.names
+        momentum = {self.context.names[index]: value for index, value in sorted(self._momentum.items())}
         sums = {key: float(value) for key, value in self._rate_sums.items()}
         return {
             "outer": self._outer.state_dict(),
-            "momentum": {names[i]: u.to("cpu", copy=True) for i, u in sorted(self._momentum.items())},
+            "momentum": copy_to_cpu(momentum),
             "rates": {"sums": sums, "steps": self._rate_steps},
         }
 
