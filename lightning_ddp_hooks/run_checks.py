@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lightning_ddp_hooks.config import Settings, replicas_differ_from
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
-from lightning_ddp_hooks.health.replicas import check_replicas
+from lightning_ddp_hooks.health.checks import NonfiniteGuard, check_replicas
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.reducer.reducer import Reducer

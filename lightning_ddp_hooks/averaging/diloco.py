@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
-from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.exchange import PseudoGradientExchange
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.averaging.replicas import copy_to_cpu
-from lightning_ddp_hooks.averaging.schedule import FragmentSchedule, require_number, split_fragments
+from lightning_ddp_hooks.averaging.schedule import FragmentSchedule, require_positive, require_share, split_fragments
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.hooks.state import whole_number
 
@@ -83,20 +82,14 @@ class DiLoCo(ModelAverager):
     def __post_init__(self) -> None:
         super().__post_init__()
         FragmentSchedule(self.period, self.warmup_steps, self.fragments, self.delay)
-        require_number("blending", self.blending)
-        if not 0 <= self.blending < 1:
-            raise ValueError(
-                f"Expected `blending` to be at least 0 and below 1, got {self.blending}; with 1 nothing would land."
-            )
-        for name, value in (("outer_lr", self.outer_lr), ("outer_momentum", self.outer_momentum)):
-            if value is not None:
-                require_number(name, value)
-                if self.outer_optimizer is not None:
-                    raise ValueError(f"Set `outer_optimizer` or `{name}`, not both.")
-        if self.outer_lr is not None and not self.outer_lr > 0:
-            raise ValueError(f"Expected `outer_lr` to be above 0, got {self.outer_lr}.")
-        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"Expected `outer_momentum` to be at least 0 and below 1, got {self.outer_momentum}.")
+        require_share("blending", self.blending, "; with 1 nothing would land")
+        if self.outer_lr is not None:
+            require_positive("outer_lr", self.outer_lr)
+        if self.outer_momentum is not None:
+            require_share("outer_momentum", self.outer_momentum)
+        for name in ("outer_lr", "outer_momentum"):
+            if self.outer_optimizer is not None and getattr(self, name) is not None:
+                raise ValueError(f"Set `outer_optimizer` or `{name}`, not both.")
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "Expected `outer_optimizer` to be a callable that makes an optimizer from parameters, got "

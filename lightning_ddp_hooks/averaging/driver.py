@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
 from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
-from lightning_ddp_hooks.averaging.optimizer_state import averaged_state_dict
-from lightning_ddp_hooks.averaging.replicas import gather_replicas, restore_replica
+from lightning_ddp_hooks.averaging.replicas import averaged_state_dict, gather_replicas, restore_replica
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.state import require_sound, whole_number
 

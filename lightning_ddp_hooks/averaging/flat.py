@@ -47,7 +47,7 @@ class FlatMean:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position, tensor in enumerate(self._tensors):
             if tensor.numel():
-                kinds.setdefault((wire_dtype(tensor.dtype), tensor.device), []).append(position)
+                kinds.setdefault((comm_dtype(tensor.dtype), tensor.device), []).append(position)
         self._chunks: list[_Chunk] = []
         self._streams = {device: comm_stream(device) for _, device in kinds}
         for (dtype, device), positions in kinds.items():
@@ -96,7 +96,7 @@ class FlatMean:
                 stream.join()
 
 
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+def comm_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype in which values of ``dtype`` are averaged: at least float32."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return real if real.itemsize >= 4 else torch.float32

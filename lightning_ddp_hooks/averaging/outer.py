@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks.averaging.averager import AveragingContext
-from lightning_ddp_hooks.averaging.flat import wire_dtype
+from lightning_ddp_hooks.averaging.flat import comm_dtype
 
 
 class OuterModel:
@@ -61,7 +61,7 @@ class OuterModel:
 
     def _set(self, index: int, value: Tensor) -> None:
         param = self._params[index]
-        dtype = param.dtype if param.is_complex() else wire_dtype(param.dtype)
+        dtype = param.dtype if param.is_complex() else comm_dtype(param.dtype)
         # Strides are kept, so that a step over parameter and copy runs through memory once.
         copy = torch.empty_like(param, dtype=dtype, device=self._device or param.device).copy_(value.detach())
         self.values[index] = nn.Parameter(copy)

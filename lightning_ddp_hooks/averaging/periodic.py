@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
-from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.schedule import HierarchicalSchedule, PeriodicSchedule
 
 

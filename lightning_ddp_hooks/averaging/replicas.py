@@ -1,6 +1,9 @@
-"""Each rank's own model and inner optimizer state, gathered for a checkpoint and given back.
+"""What each replica has for itself: inner optimizer state, averaged over the ranks, or all of it for a checkpoint.
 
-The form, on the first rank (it loads with ``weights_only=True``):
+[Note: averaged state] Averaged is each floating-point tensor of optimizer state that all ranks have. Counters ("step",
+scalars) and what only some ranks have (of a parameter that one has never used) stay as they are.
+
+Replicas are gathered on the first rank in a form that loads with ``weights_only=True``:
 
     {"world_size": 2,
      "ranks": [{"params": {name: tensor}, "buffers": {name: tensor}, "optimizers": [{position: {key: value}}]}, ...]}
@@ -12,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
+from lightning_ddp_hooks.averaging.flat import FlatMean
 
 # So much of each replica is sent at a time, since pickling doubles what it works on.
 _BATCH_BYTES = 32 << 20
@@ -110,3 +113,52 @@ def copy_to_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [copy_to_cpu(item) for item in value]
     return value
+
+
+def average_optimizer_state(optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup) -> None:
+    """Average an optimizer's state over ``group``, in place; collective. See [Note: averaged state]."""
+    FlatMean(list(_shared(optimizer, control_group).values())).run(group)
+
+
+def averaged_state_dict(
+    optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup
+) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with its state averaged over ``group``; the optimizer stays as it is."""
+    shared = _shared(optimizer, control_group)
+    means = [torch.empty_like(tensor) for tensor in shared.values()]
+    FlatMean(list(shared.values())).run(group, means)
+    result = optimizer.state_dict()
+    # `state_dict` shares the inner dicts with the optimizer: copy before writing.
+    result["state"] = {position: dict(entries) for position, entries in result["state"].items()}
+    for (position, key), mean in zip(shared, means, strict=True):
+        result["state"][position][key] = mean
+    return result
+
+
+def optimizer_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[tuple[int, str], Tensor]:
+    """Find the tensors that all ranks have, by position of the parameter and name, in the same order on all."""
+    own: dict[tuple[int, str], Tensor] = {
+        (position, key): optimizer.state[param][key]
+        for position, param in enumerate(optimizer_params(optimizer))
+        for key in sorted(optimizer.state.get(param, {}), key=str)
+        if _is_averaged(key, optimizer.state[param][key], param)
+    }
+    shapes = comm.all_gather_object({entry: list(tensor.shape) for entry, tensor in own.items()}, control_group)
+    return {
+        entry: tensor
+        for entry, tensor in own.items()
+        if all(theirs.get(entry) == list(tensor.shape) for theirs in shapes)
+    }
+
+
+def _is_averaged(key: str, value: object, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or key == "step" or value.device != param.device:
+        return False
+    counts = value.dim() == 0 and param.dim() > 0
+    return (value.is_floating_point() or value.is_complex()) and not counts

@@ -25,7 +25,6 @@ class PeriodicSchedule:
 
     def __post_init__(self) -> None:
         require_int("period", self.period, 1)
-        require_int("warmup_steps", self.warmup_steps, 0)
 
     def due(self, step: int) -> bool:
         """Tell whether ``step`` averages."""
@@ -42,7 +41,6 @@ class HierarchicalSchedule:
     @classmethod
     def build(cls, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0) -> HierarchicalSchedule:
         """Check a specification, period -> number of ranks in each group, and return the schedule."""
-        require_int("warmup_steps", warmup_steps, 0)
         name = "period_group_size_dict"
         if not isinstance(period_group_size_dict, Mapping):
             raise TypeError(f"Expected a dict of period to group size for `{name}`, got {period_group_size_dict!r}.")
@@ -103,7 +101,7 @@ class FragmentSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        for name, minimum in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
+        for name, minimum in (("period", 1), ("fragments", 1), ("delay", 0)):
             require_int(name, getattr(self, name), minimum)
         if self.fragments > self.period:
             raise ValueError(
@@ -151,9 +149,21 @@ def require_int(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"Expected `{name}` to be at least {minimum}, got {value}.")
 
 
-def require_number(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a number, ValueError if it is infinite."""
+def require_positive(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a finite number above 0."""
+    if not _number(name, value) > 0:
+        raise ValueError(f"Expected `{name}` to be above 0, got {value}.")
+
+
+def require_share(name: str, value: object, why: str = "") -> None:
+    """Raise TypeError or ValueError unless ``value`` is a number from 0 to below 1."""
+    if not 0 <= _number(name, value) < 1:
+        raise ValueError(f"Expected `{name}` to be at least 0 and below 1, got {value}{why}.")
+
+
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"Expected a number for `{name}`, got {value!r}.")
     if abs(value) == float("inf"):
         raise ValueError(f"Expected a finite number for `{name}`, got {value!r}.")
+    return value
