@@ -34,14 +34,8 @@ STATE_KEY = "lightning_ddp_hooks.averaging"
 class Averaging:
     """An averager in a training run, whose module is equal on all ranks at first.
 
-    Args:
-        averager: What the user declared.
-        module: Model to average.
-        optimizers: Returns the optimizers that train it.
-        group: Ranks that average; None for all.
-        hook: Hook that averages gradients, to be checked against the averager.
-        before_eval: Whether the averaged model is put in place for evaluation.
-        save_replicas: Whether checkpoints hold each rank's own model and optimizer state.
+    ``hook`` averages gradients, and must go with the averager. ``before_eval``: whether to evaluate the averaged model.
+    ``save_replicas``: whether checkpoints hold each rank's own model and optimizer state.
     """
 
     def __init__(

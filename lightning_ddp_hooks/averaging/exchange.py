@@ -31,12 +31,7 @@ _BUCKET_BYTES = 25 << 20
 
 
 class PseudoGradientExchange:
-    """Averages pseudo-gradients over a group that nothing else uses; at most one exchange is in flight.
-
-    Attributes:
-        hook: Hook at work; None for the plain mean.
-        pending: Whether something was sent whose means have not been taken.
-    """
+    """Averages pseudo-gradients over a group that nothing else uses; at most one exchange is in flight."""
 
     def __init__(
         self,
@@ -62,7 +57,7 @@ class PseudoGradientExchange:
                 subgroup=self._queue.subgroup,
             )
             self.hook = self._queue.hook = hook.bind(bind_context)
-        self.pending = False
+        self.pending = False  # whether something was sent whose means have not been taken
         self._sent: list[tuple[Bucket, InFlightBucket, list[int]]] = []  # keeps the memory alive until it is read
         self._means: dict[int, Tensor] | None = None
 

@@ -1,10 +1,8 @@
-"""How gradients and model averaging go together.
+"""How gradients and model averaging go together: what happens to gradients.
 
-What happens to gradients::
-
-    comm_hook             before step warmup_steps      from there on
-    None, or any other    averaged (by the hook)        not exchanged
-    PostLocalSGD          averaged over all ranks       averaged within the subgroup (or as the hook says)
+comm_hook             before step warmup_steps      from there on
+None, or any other    averaged (by the hook)        not exchanged
+PostLocalSGD          averaged over all ranks       averaged within the subgroup (or as the hook says)
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ def contradiction(averager: ModelAverager, hook: CommHook | None) -> str | None:
 
 
 def hook_follows_schedule(averager: ModelAverager, hook: CommHook | None) -> bool:
-    """Tell whether the hook itself turns to local gradients, so that they go through it at every step.
-
-    Raises:
-        ValueError: Hook and averager name different steps, or the hook never averages during the warm-up.
-    """
+    """Tell whether the hook itself turns to local gradients, so that they go through it at every step."""
     if (text := contradiction(averager, hook)) is not None:
         raise ValueError(text)
     return _local_from(hook) is not None

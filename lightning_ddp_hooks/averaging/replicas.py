@@ -136,7 +136,7 @@ def averaged_state_dict(
 
 
 def optimizer_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Return the parameters in the order in which ``state_dict`` numbers them."""
+    """Return an optimizer's parameters in the order in which its ``state_dict`` numbers them."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -87,12 +87,12 @@ class HierarchicalSchedule:
 class FragmentSchedule:
     """Sends one fragment of the model at a time, each once a period, and lands it ``delay`` steps later.
 
-    With one fragment and no delay these are the steps of `PeriodicSchedule`:
+    With one fragment and no delay these are the steps of `PeriodicSchedule`. The outer parameters begin as the mean of
+    the replicas at step W:
 
         period 8, fragments 2, delay 1, W = 0
         step        0    1   2   3    4        5       ...  8        9       ...  12
                     all              send 0   land 0        send 1   land 1       send 0
-    The outer parameters begin as the mean of the replicas at step W.
     """
 
     period: int

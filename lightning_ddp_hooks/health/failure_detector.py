@@ -40,8 +40,8 @@ class FailureDetector:
         timeout: Seconds of silence after which a rank is lost, if this one makes no progress meanwhile; also how long
             this rank's main thread has to come back once another rank has said that it failed.
         exit_process: Ends the process if the main thread does not come back.
-        patient: Whether a rank may be silent ten times as long; an attribute that can be changed at any time.
-        likely_cause: Returns why ranks may be at different places though none has failed; called for each report.
+        patient: Whether a rank may be silent ten times as long; can be changed at any time.
+        likely_cause: Returns why ranks may be at different places though none has failed.
     """
 
     def __init__(

@@ -48,26 +48,19 @@ class LoaderContext:
 class JoinLoader:
     """Yields the batches of a loader, and emptied ones from when it has run out until every rank has run out.
 
-    The inner loader may be any iterable, with or without length; attributes that are not listed here are its own.
-
-    Attributes:
-        iterations: Number of iterations that were begun.
-        length: Number of batches on all ranks, as far as loaders say; None if some loader has no length.
-        latest: Latest real batch of this rank (or one of another rank), or only its structure; see `LoaderContext`.
-        needs_template: Whether this rank has never seen a batch.
-        ended: Whether the latest iteration has yielded all batches.
+    The inner loader may be any iterable, with or without length; all other attributes are its own.
     """
 
     __slots__ = ("context", "ended", "inner", "iterations", "latest", "length", "needs_template")
 
     def __init__(self, loader: Iterable[Any], context: LoaderContext) -> None:
         self.inner: Any = loader
-        self.iterations = 0
         self.context = context
-        self.latest: Any = None
-        self.needs_template = True
-        self.ended = False
-        self.length: int | None = None
+        self.iterations = 0  # that were begun
+        self.latest: Any = None  # the latest real batch of some rank, or only its structure; see `LoaderContext`
+        self.needs_template = True  # this rank has never seen a batch
+        self.ended = False  # the latest iteration has yielded all batches
+        self.length: int | None = None  # on all ranks; None if some loader has no length
         try:
             own_length: int | None = len(loader)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.optim.partial_step import PartialStepper, numbers_of, values_of
 
 _STEPS = 6
@@ -83,7 +84,7 @@ def _requires_closure(optimizer: Optimizer) -> bool:
 
 def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether parameters depend on each other, and whether values of the groups advance."""
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    first = next(optimizer_params(optimizer), None)
     if first is None:
         raise _NoTrialError
     devices, kind = ([], "cuda") if first.is_cpu else ([first.device], first.device.type)
@@ -143,7 +144,7 @@ def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
     """Copy an optimizer with small parameters in the place of its own, and without state."""
     generator = torch.Generator().manual_seed(1)
     nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32))
-    memo: dict[int, Any] = {id(param): nothing for group in optimizer.param_groups for param in group["params"]}
+    memo: dict[int, Any] = {id(param): nothing for param in optimizer_params(optimizer)}
     groups: list[dict[str, Any]] = []
     params: list[Tensor] = []
     for group in optimizer.param_groups[:_GROUPS]:

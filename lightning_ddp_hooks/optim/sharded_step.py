@@ -10,7 +10,7 @@ have no owner yet. So the sum of both is a whole step whatever happened before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.optim.partial_step import PartialStepper
 from lightning_ddp_hooks.optim.separability import check_separable
 from lightning_ddp_hooks.optim.sharding import ShardAssignment
@@ -36,10 +37,6 @@ class ShardedStep:
         shards: Owners of the parameters; other optimizers may have the same.
         group: Ranks that share it, on which `rest` exchanges parameters; None if each rank steps all of them.
         bundles: Returns parameters that are better owned by one rank, such as those of a bucket.
-
-    Attributes:
-        begun: Whether a step in parts has begun and not ended.
-        version: Number that changes with each step.
     """
 
     def __init__(
@@ -50,8 +47,8 @@ class ShardedStep:
         bundles: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
     ) -> None:
         self.optimizer = optimizer
-        self.begun = False
-        self.version = 0
+        self.begun = False  # a step in parts, which has not ended
+        self.version = 0  # changes with each step
         self.bundles = bundles
         self._group = group
         self._sharded = group is not None
@@ -61,11 +58,6 @@ class ShardedStep:
         self._done: set[Tensor] = set()
         self._undo: list[Callable[[], None]] | None = None
         self._unclaimed: StateDict | None = None
-
-    def params(self) -> Iterator[Tensor]:
-        """Return the optimizer's parameters in their order."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
 
     def begin(self, *, tentative: bool = False) -> None:
         """Begin a step in parts; a tentative one can be rolled back, since it may turn out that no rank had a loss."""
@@ -83,10 +75,10 @@ class ShardedStep:
     def assign_all(self) -> None:
         """Give an owner to each parameter that has none."""
         self._stepper.notice_groups()
-        if all(map(self._shards.has, self.params())):
-            return
-        together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
-        self._assign([*self._fit(together), *([param] for param in self.params())])
+        params = list(optimizer_params(self.optimizer))
+        if not all(map(self._shards.has, params)):
+            together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
+            self._assign([*self._fit(together), *([param] for param in params)])
 
     def early(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Step those parameters of a bucket that this rank owns, with reduced gradients.
@@ -122,7 +114,7 @@ class ShardedStep:
 
     def left(self) -> list[Tensor]:
         """Return the parameters that have a gradient and were not stepped early."""
-        return [param for param in self.params() if param.grad is not None and param not in self._done]
+        return [p for p in optimizer_params(self.optimizer) if p.grad is not None and p not in self._done]
 
     @torch.no_grad()
     def rest(self, arguments: Mapping[str, Any] | None = None) -> None:
@@ -153,7 +145,7 @@ class ShardedStep:
 
     def _fit(self, bundles: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
         """Take those bundles apart that are larger than a rank's share of the whole."""
-        share = sum(param.numel() for param in self.params()) / self._shards.world_size
+        share = sum(param.numel() for param in optimizer_params(self.optimizer)) / self._shards.world_size
         fitting: list[Sequence[Tensor]] = []
         for bundle in bundles:
             fits = sum(param.numel() for param in bundle) <= share
@@ -208,7 +200,7 @@ class ShardedStep:
 
     def _part_of(self, plain: Mapping[str, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
         """Return the state of the wanted parameters, and what belongs to no parameter, by their keys in plain form."""
-        params = list(self.params())
+        params = list(optimizer_params(self.optimizer))
         return {
             key: value
             for key, value in plain["state"].items()
