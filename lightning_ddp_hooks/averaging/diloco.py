@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,12 +183,11 @@ class _BoundDiLoCo(BoundAverager):
 
     @torch.no_grad()
     def average_into(self, targets: Sequence[Tensor]) -> None:
-        # Parameters come first, then buffers, which have no position and no outer value: they are averaged.
-        positions = [*self.trainable_indices(), *(-1 for _ in self.float_buffers())]
-        rest: list[tuple[Tensor, Tensor]] = []
-        for index, tensor, target in zip(positions, self.model_tensors(), targets, strict=True):
-            if index in self._outer.values:
-                target.copy_(self._outer.values[index])
+        outer = {id(self.context.params[index]): value for index, value in self._outer.values.items()}
+        rest = []  # what has no outer value, such as buffers, is averaged
+        for tensor, target in zip(self.model_tensors(), targets, strict=True):
+            if id(tensor) in outer:
+                target.copy_(outer[id(tensor)])
             else:
                 rest.append((tensor, target))
         if rest:
@@ -223,8 +221,7 @@ class _BoundDiLoCo(BoundAverager):
         self._outer.load_state_dict(state["outer"])
         self._make_optimizer(state["outer_optimizer"])
         self._outer_steps = whole_number(state["outer_steps"])
-        in_flight = state["in_flight"]
-        means = None
+        means, in_flight = None, state["in_flight"]
         if in_flight is not None:
             self._due = whole_number(in_flight["due"])
             positions = {name: index for index, name in enumerate(self.context.names)}
@@ -250,5 +247,5 @@ class _BoundDiLoCo(BoundAverager):
             self._optimizer = self._diloco.make_outer_optimizer([self._outer.values[index] for index in indices])
             names = [self.context.names[index] for index in indices]
             # Copies: the optimizer writes into them. It brings them to the device of their parameter.
-            own = {n: copy.deepcopy(state[name]) for n, name in enumerate(names) if name in state}
+            own = {n: copy_to_cpu(state[name]) for n, name in enumerate(names) if name in state}
             self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own})

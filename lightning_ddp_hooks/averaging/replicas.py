@@ -12,6 +12,8 @@ Replicas are gathered on the first rank in a form that loads with ``weights_only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -57,12 +59,8 @@ def gather_replicas(
         gathered = comm.gather_object([(path, copy_to_cpu(value)) for path, _, value in batch], control_group)
         for replica, pieces in zip(ranks, gathered or (), strict=True):
             for (*parents, last), value in pieces:
-                if value is None:  # this rank's optimizer has no state for this parameter
-                    continue
-                place: Any = replica
-                for key in parents:
-                    place = place[key]
-                place[last] = value
+                if value is not None:  # else this rank's optimizer has no state for this parameter
+                    reduce(getitem, parents, replica)[last] = value
     return {"world_size": len(ranks), "ranks": ranks} if first else None
 
 
@@ -160,5 +158,5 @@ def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[tupl
 def _is_averaged(key: str, value: object, param: Tensor) -> bool:
     if not isinstance(value, Tensor) or key == "step" or value.device != param.device:
         return False
-    counts = value.dim() == 0 and param.dim() > 0
-    return (value.is_floating_point() or value.is_complex()) and not counts
+    is_counter = value.dim() == 0 and param.dim() > 0
+    return (value.is_floating_point() or value.is_complex()) and not is_counter

@@ -11,8 +11,8 @@ All calls are made on all ranks alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ class OptimizerDriver:
         sizes = (reducer.world_size, comm.rank(reducer.group)) if settings.shard else ()
         self._shards = ShardAssignment(*sizes)
         self._steps: dict[int, ShardedStep] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._stepping = False
         self._overlapping = False
         self.has_hook = False
@@ -74,23 +74,21 @@ class OptimizerDriver:
             )
         group = None
         if self._reducer is not None and self.settings.shard:
-            group, names = (
-                self._reducer.group,
-                dict(zip(map(id, self._reducer.params), self._reducer.names, strict=True)),
-            )
+            group = self._reducer.group
+            names = dict(zip(map(id, self._reducer.params), self._reducer.names, strict=True))
             texts = {f"optimizer {n}": _describe(optimizer, names) for n, optimizer in enumerate(optimizers)}
             check_same_on_all_ranks([], texts, self._reducer.control_group)
-        self._give_back()
+        self._undo.close()
         self._steps.clear()
         for optimizer in optimizers:
             step = ShardedStep(optimizer, self._shards, group, self._bundles)
-            self._undo.append(replace_step(optimizer, partial(self._end_step, step)))
+            self._undo.callback(replace_step(optimizer, partial(self._end_step, step)))
             self._steps[id(optimizer)] = step
 
     @property
     def attached(self) -> bool:
         """Whether it has taken over the steps of some optimizers."""
-        return bool(self._undo)
+        return bool(self._steps) and self._reducer is not None
 
     @property
     def begun(self) -> bool:
@@ -104,11 +102,6 @@ class OptimizerDriver:
             if self._reducer is not None:
                 self._reducer.aborted_work = True  # broadcasts may be in flight on its group
             raise
-
-    def _give_back(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     def _bundles(self) -> Sequence[Sequence[Tensor]]:
         """Return what is to stay together: a bucket's parameters, if one rank is to own them all."""
@@ -160,7 +153,7 @@ class OptimizerDriver:
 
     def close(self) -> None:
         """Give the optimizers their own ``step`` back; `state_dict` works on."""
-        self._give_back()
+        self._undo.close()
         for step in self._steps.values():
             step.close()
         self._reducer = self._control_group = None

@@ -147,7 +147,7 @@ class _BoundStep(BoundHook):
         yield requests.InOrder()
         for reduced, its_gradients in due:
             stepped = self._step(step, reduced, its_gradients)
-            yield from step.send(stepped, reduced.index())
+            yield from step.shards.send(stepped, reduced.index())
             self._declared.bucket_done(reduced)
         return storage
 

@@ -10,7 +10,7 @@ have no owner yet. So the sum of both is a whole step whatever happened before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from lightning_ddp_hooks.optim.partial_step import PartialStepper
 from lightning_ddp_hooks.optim.separability import check_separable
 from lightning_ddp_hooks.optim.sharding import ShardAssignment
 from lightning_ddp_hooks.reducer.queue import carry_out
-from lightning_ddp_hooks.reducer.requests import Request
 
 StateDict = dict[str, Any]
 """State of an optimizer in plain form: ``{"state": {position of a parameter: {...}}, "param_groups": [...]}``."""
@@ -52,7 +51,7 @@ class ShardedStep:
         self.bundles = bundles
         self._group = group
         self._sharded = group is not None
-        self._shards = shards
+        self.shards = shards
         self._stepper = PartialStepper(optimizer)
         check_separable(optimizer, self._stepper, sharded=self._sharded)
         self._done: set[Tensor] = set()
@@ -76,7 +75,7 @@ class ShardedStep:
         """Give an owner to each parameter that has none."""
         self._stepper.notice_groups()
         params = list(optimizer_params(self.optimizer))
-        if not all(map(self._shards.has, params)):
+        if not all(map(self.shards.has, params)):
             together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
             self._assign([*self._fit(together), *([param] for param in params)])
 
@@ -85,12 +84,12 @@ class ShardedStep:
 
         Returns those that some rank has stepped: all but what is not the optimizer's, or has no owner yet.
         """
-        stepped = [param for param in params if self._stepper.has(param) and self._shards.has(param)]
+        stepped = [param for param in params if self._stepper.has(param) and self.shards.has(param)]
         self._done.update(stepped)
         if self._undo is not None:
             self._undo += [_restorer(self.optimizer, param) for param in stepped]
         pairs = zip(params, gradients, strict=True)
-        own = [(p, gradient) for p, gradient in pairs if self._stepper.has(p) and self._shards.is_own(p)]
+        own = [(p, gradient) for p, gradient in pairs if self._stepper.has(p) and self.shards.is_own(p)]
         before = [param.grad for param, _ in own]
         for param, gradient in own:
             param.grad = gradient
@@ -100,11 +99,6 @@ class ShardedStep:
             for (param, _), gradient_before in zip(own, before, strict=True):
                 param.grad = gradient_before
         return stepped
-
-    def send(self, params: Sequence[Tensor], key: int) -> Generator[Request, Any, None]:
-        """Request what brings parameters from their owners to all ranks; nothing where each rank steps them all."""
-        if self._shards.world_size > 1:
-            yield from self._shards.send(params, key)
 
     def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""
@@ -122,9 +116,9 @@ class ShardedStep:
         left = self.left()
         self.assign_all()
         self.version += 1
-        self._stepper.run(filter(self._shards.is_own, left), last=True, arguments=arguments)
+        self._stepper.run(filter(self.shards.is_own, left), last=True, arguments=arguments)
         if self._group is not None:
-            carry_out(self.send(left, key=-1), self._group)
+            carry_out(self.shards.send(left, key=-1), self._group)
         self._end()
 
     def _end(self) -> None:
@@ -133,19 +127,19 @@ class ShardedStep:
         self._undo = None
 
     def _assign(self, bundles: Sequence[Sequence[Tensor]]) -> None:
-        fresh = self._shards.assign(bundles)
+        fresh = self.shards.assign(bundles)
         for param in fresh:
-            if not self._shards.is_own(param):  # some optimizers make their state when they are made
+            if not self.shards.is_own(param):  # some optimizers make their state when they are made
                 self.optimizer.state.pop(param, None)
         if self._unclaimed is not None and fresh:  # it was loaded before its parameters had owners
             now, unclaimed = self.optimizer.state_dict(), self._unclaimed
-            found = self._part_of(unclaimed, self._shards.is_own)
+            found = self._part_of(unclaimed, self.shards.is_own)
             self.optimizer.load_state_dict({**now, "state": {**found, **now["state"]}})
             self._keep_unclaimed(unclaimed)
 
     def _fit(self, bundles: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
         """Take those bundles apart that are larger than a rank's share of the whole."""
-        share = sum(param.numel() for param in optimizer_params(self.optimizer)) / self._shards.world_size
+        share = sum(param.numel() for param in optimizer_params(self.optimizer)) / self.shards.world_size
         fitting: list[Sequence[Tensor]] = []
         for bundle in bundles:
             fits = sum(param.numel() for param in bundle) <= share
@@ -155,7 +149,7 @@ class ShardedStep:
     def close(self) -> None:
         """Let go of the group and of memory for sending; `state_dict` and `load_state_dict` work on."""
         self._group = None
-        self._shards.workspace.clear()
+        self.shards.workspace.clear()
 
     def state_dict(self, control_group: comm.ProcessGroup, to: int = 0) -> StateDict:
         """Return the state in plain form, whole on the host of rank ``to`` and empty elsewhere; collective.
@@ -165,7 +159,7 @@ class ShardedStep:
         plain, here = self.optimizer.state_dict(), comm.rank(control_group)
         if not self._sharded:
             return plain
-        own = self._part_of(plain, lambda p: self._shards.is_own(p) if self._shards.has(p) else here == 0)
+        own = self._part_of(plain, lambda p: self.shards.is_own(p) if self.shards.has(p) else here == 0)
         if here != to:  # what belongs to no parameter is the same everywhere
             own = {key: value for key, value in own.items() if isinstance(key, int)}
         whole: dict[Any, Any] = {}
@@ -189,13 +183,13 @@ class ShardedStep:
         if not self._sharded:
             self.optimizer.load_state_dict(dict(plain))
         else:
-            own = self._part_of(plain, self._shards.is_own)
+            own = self._part_of(plain, self.shards.is_own)
             self.optimizer.load_state_dict({**plain, "state": own})
             self._keep_unclaimed(plain)
         self._stepper.notice_groups()
 
     def _keep_unclaimed(self, plain: Mapping[str, Any]) -> None:
-        left = self._part_of(plain, lambda param: not self._shards.has(param))
+        left = self._part_of(plain, lambda param: not self.shards.has(param))
         self._unclaimed = {**plain, "state": left} if any(isinstance(key, int) for key in left) else None
 
     def _part_of(self, plain: Mapping[str, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:

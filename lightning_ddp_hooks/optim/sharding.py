@@ -79,7 +79,7 @@ class ShardAssignment:
         return [param for bundle in fresh for param in bundle]
 
     def send(self, params: Iterable[Tensor], key: Hashable) -> Generator[Request, Any, None]:
-        """Request what brings each parameter from its owner to all others; ``key`` names the exchange in flight.
+        """Request what brings each parameter from its owner to all others, if it has one; ``key`` names the exchange.
 
         Large parameters travel as they lie in memory; small ones of one owner and dtype travel together.
         """
@@ -87,7 +87,7 @@ class ShardAssignment:
         received: list[tuple[list[Tensor], list[Tensor]]] = []
         small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         with _compat.span("ldh::exchange_parameters"):
-            for param in params:
+            for param in params if self.world_size > 1 else ():
                 owner = self.owner(param)
                 tensor = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
                 if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous():

@@ -65,12 +65,6 @@ def hook_with_zero_step_interleaved(
     Reductions and broadcasts of parameters take turns, which suits networks that are fast beside the computation.
     Arguments, result and errors are those of `hook_with_zero_step`.
 
-    Args:
-        hook: Reduces the gradients.
-        ddp: Wrapper that trains the model.
-        zero: Optimizer that was made with ``overlap_with_ddp=True``.
-        shard_buckets: Whether to share the parameters of a bucket among several ranks.
-
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
     """
