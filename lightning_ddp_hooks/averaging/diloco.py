@@ -33,22 +33,19 @@ class DiLoCo(ModelAverager):
     the replicas, and the first outer step comes ``period`` steps later. With ``outer_lr=1, outer_momentum=0`` this is
     periodic averaging.
 
-    Streaming: with ``fragments`` the model is cut into as many parts, of which one is sent every ``period / fragments``
-    steps, so that the peak of the traffic is that much lower. With ``delay`` a part lands that many steps after it was
-    sent, and training goes on meanwhile. With ``blending`` a replica keeps that share of its own parameters when a part
-    lands.
-
     Args:
         period: Steps between two outer steps of a parameter; the papers use 30 to 500.
         outer_lr: Learning rate of the outer SGD; None takes the paper's 0.7.
         outer_momentum: Momentum of the outer SGD, Nesterov's unless 0; None takes the paper's 0.9.
         outer_optimizer: Callable that makes another outer optimizer from the outer parameters, such as
             ``functools.partial(torch.optim.Adam, lr=0.1)``; instead of the two arguments above.
-        fragments: Number of parts that the model is cut into.
-        delay: Steps from sending to landing; at most the steps between two sendings.
-        blending: Share of its own parameters that a replica keeps, at least 0 and below 1; the paper uses 0.5 with a
-            delay.
-        comm_hook: Hook that compresses pseudo-gradients; whatever the strategy takes as ``comm_hook``.
+        fragments: Number of parts that the model is cut into. One is sent every ``period / fragments`` steps, so that
+            the peak of the traffic is that much lower.
+        delay: Steps from sending to landing, during which training goes on; at most the steps between two sendings.
+        blending: Share of its own parameters that a replica keeps when a part lands, at least 0 and below 1; the paper
+            uses 0.5 with a delay.
+        comm_hook: Hook that compresses pseudo-gradients; whatever the strategy takes as ``comm_hook``. Over gloo
+            training does not go on while a function of your own is at work.
         outer_device: Where outer parameters and outer optimizer state live, such as ``"cpu"``; None for the
             parameters' own device.
         warmup_steps: See `ModelAverager`.
