@@ -18,7 +18,7 @@ from _harness import Rank, positive_int, run_ranks
 from torch import nn
 
 from lightning_ddp_hooks import DataParallel
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
+from lightning_ddp_hooks.health.checks import NonfiniteGuard
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 WARM_UP = 10

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
-from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket

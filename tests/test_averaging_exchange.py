@@ -43,6 +43,30 @@ def test_a_hook_that_computes_the_mean_changes_nothing_whatever_the_timing(name,
             case.assert_close(a, b)
 
 
+class AskedTooEarly:
+    """A work that seems to be under way on one rank whenever it is asked, and done on the others."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def done(self):
+        return comm.rank() == 0 and self.wait() is not None
+
+    def wait(self):
+        self.work.wait()
+        return self.work.get_future().value()[0] / comm.world_size()
+
+
+def mean_on_a_shared_group(state, bucket):
+    return AskedTooEarly(torch.distributed.all_reduce(bucket.buffer(), async_op=True))
+
+
+def test_a_function_sends_nothing_behind_what_others_send_on_its_group():
+    hook = TorchHook(hook=mean_on_a_shared_group)  # ends in flight; then a barrier comes on the default group
+    for with_hook, without in run_ranks(with_and_without, hook, STREAMING):
+        case.assert_close(with_hook[-1], without[-1])
+
+
 def cut_short(hook):
     """Load an earlier state while an exchange is in flight, go on, and close with the next one in flight."""
     exchange._BUCKET_BYTES = 100

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager, SlowMo
-from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule, replicas_should_be_identical
+from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
 from lightning_ddp_hooks.averaging.schedule import (
     FragmentSchedule,
     HierarchicalSchedule,
@@ -70,7 +70,7 @@ def test_each_fragment_is_sent_once_a_period(period, fragments, warmup):
 
 def test_one_fragment_has_the_periodic_schedule():
     schedule, periodic = FragmentSchedule(5, 3), PeriodicSchedule(5, 3)
-    due = [schedule.begins(step) or schedule.fragment(step) is not None for step in range(40)]
+    due = [step == 3 or schedule.fragment(step) is not None for step in range(40)]
     assert due == [periodic.due(step) for step in range(40)]
 
 
@@ -171,20 +171,3 @@ def test_of_a_function_nothing_is_known_so_that_it_goes_with_any_averager():
     averager = PeriodicModelAverager(period=4, warmup_steps=10)
     for hook in (TorchHook(hook=print), Cast(TorchHook(hook=print), "float16"), PowerSGD()):
         assert not hook_follows_schedule(averager, hook)
-
-
-@pytest.mark.parametrize(
-    ("hook", "steps", "steps_if_asked"),
-    [
-        (None, 9, 9),
-        (PowerSGD(), 9, 9),
-        (Noop(), 0, 0),
-        (Local(), 5, 5),
-        (Cast(PostLocalSGD(start_local_sgd_iter=3), "float16"), 3, 3),
-        (TorchHook(hook=print), 0, 9),
-    ],
-)
-def test_up_to_which_step_replicas_should_be_identical(hook, steps, steps_if_asked):
-    for asked_for, last in ((False, steps), (True, steps_if_asked)):
-        found = [replicas_should_be_identical(step, hook, None, asked_for=asked_for) for step in range(10)]
-        assert found == [step <= last for step in range(10)]

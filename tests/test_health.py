@@ -15,12 +15,18 @@ from ranks import run_ranks
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.blocked import blocking_collective
+from lightning_ddp_hooks.health.checks import NonfiniteGuard, check_replicas
 from lightning_ddp_hooks.health.failure_detector import EXIT_CODE, FailureDetector
-from lightning_ddp_hooks.health.heartbeat import MAX_TEXT, Heartbeat, HeartbeatThread, PeerStatus, Progress, State
+from lightning_ddp_hooks.health.heartbeat import (
+    MAX_TEXT,
+    Heartbeat,
+    HeartbeatThread,
+    PeerStatus,
+    Progress,
+    State,
+    blocking_collective,
+)
 from lightning_ddp_hooks.health.logged import LoggedValues
-from lightning_ddp_hooks.health.nonfinite import NonfiniteGuard
-from lightning_ddp_hooks.health.replicas import check_replicas
 from lightning_ddp_hooks.health.report import (
     LIKELY_CAUSE,
     deadlocked,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
-from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.exchange import PseudoGradientExchange
 from lightning_ddp_hooks.averaging.outer import OuterModel
-from lightning_ddp_hooks.averaging.schedule import FragmentSchedule, require_number, split_fragments
-from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.averaging.replicas import copy_to_cpu
+from lightning_ddp_hooks.averaging.schedule import FragmentSchedule, require_positive, require_share, split_fragments
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.hooks.state import whole_number
 
@@ -35,22 +33,19 @@ class DiLoCo(ModelAverager):
     the replicas, and the first outer step comes ``period`` steps later. With ``outer_lr=1, outer_momentum=0`` this is
     periodic averaging.
 
-    Streaming: with ``fragments`` the model is cut into as many parts, of which one is sent every ``period / fragments``
-    steps, so that the peak of the traffic is that much lower. With ``delay`` a part lands that many steps after it was
-    sent, and training goes on meanwhile. With ``blending`` a replica keeps that share of its own parameters when a part
-    lands.
-
     Args:
         period: Steps between two outer steps of a parameter; the papers use 30 to 500.
         outer_lr: Learning rate of the outer SGD; None takes the paper's 0.7.
         outer_momentum: Momentum of the outer SGD, Nesterov's unless 0; None takes the paper's 0.9.
         outer_optimizer: Callable that makes another outer optimizer from the outer parameters, such as
             ``functools.partial(torch.optim.Adam, lr=0.1)``; instead of the two arguments above.
-        fragments: Number of parts that the model is cut into.
-        delay: Steps from sending to landing; at most the steps between two sendings.
-        blending: Share of its own parameters that a replica keeps, at least 0 and below 1; the paper uses 0.5 with a
-            delay.
-        comm_hook: Hook that compresses pseudo-gradients; whatever the strategy takes as ``comm_hook``.
+        fragments: Number of parts that the model is cut into. One is sent every ``period / fragments`` steps, so that
+            the peak of the traffic is that much lower.
+        delay: Steps from sending to landing, during which training goes on; at most the steps between two sendings.
+        blending: Share of its own parameters that a replica keeps when a part lands, at least 0 and below 1; the paper
+            uses 0.5 with a delay.
+        comm_hook: Hook that compresses pseudo-gradients; whatever the strategy takes as ``comm_hook``. Over gloo
+            training does not go on while a function of your own is at work.
         outer_device: Where outer parameters and outer optimizer state live, such as ``"cpu"``; None for the
             parameters' own device.
         warmup_steps: See `ModelAverager`.
@@ -81,25 +76,16 @@ class DiLoCo(ModelAverager):
     outer_device: str | None = None
 
     def __post_init__(self) -> None:
-        """Check each value, then their combination."""
         super().__post_init__()
         FragmentSchedule(self.period, self.warmup_steps, self.fragments, self.delay)
-        require_number("blending", self.blending)
-        if not 0 <= self.blending < 1:
-            raise ValueError(
-                f"Expected `blending` to be at least 0 and below 1, got {self.blending}; with 1 nothing would land."
-            )
+        require_share("blending", self.blending, "; with 1 nothing would land")
+        if self.outer_lr is not None:
+            require_positive("outer_lr", self.outer_lr)
+        if self.outer_momentum is not None:
+            require_share("outer_momentum", self.outer_momentum)
         for name in ("outer_lr", "outer_momentum"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            require_number(name, value)
-            if self.outer_optimizer is not None:
+            if self.outer_optimizer is not None and getattr(self, name) is not None:
                 raise ValueError(f"Set `outer_optimizer` or `{name}`, not both.")
-        if self.outer_lr is not None and not self.outer_lr > 0:
-            raise ValueError(f"Expected `outer_lr` to be above 0, got {self.outer_lr}.")
-        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"Expected `outer_momentum` to be at least 0 and below 1, got {self.outer_momentum}.")
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             raise TypeError(
                 "Expected `outer_optimizer` to be a callable that makes an optimizer from parameters, got "
@@ -107,11 +93,7 @@ class DiLoCo(ModelAverager):
             )
         if self.outer_device is not None:
             torch.device(self.outer_device)
-        self.declared_hook()
-
-    def declared_hook(self) -> CommHook | None:
-        """Return the hook for pseudo-gradients, or None for the plain mean."""
-        return resolve_hook(self.comm_hook)
+        resolve_hook(self.comm_hook)
 
     def make_outer_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
         """Return the outer optimizer over the outer parameters."""
@@ -134,17 +116,14 @@ class _BoundDiLoCo(BoundAverager):
         super().__init__(settings, context)
         self._diloco = settings
         self._schedule = FragmentSchedule(settings.period, settings.warmup_steps, settings.fragments, settings.delay)
-        device = None if settings.outer_device is None else torch.device(settings.outer_device)
-        self._outer = OuterModel(context, device)
+        self._outer = OuterModel(context, settings.outer_device)
         self._optimizer: Optimizer | None = None
         trainable = set(self.trainable_indices())
         sizes = [param.numel() if index in trainable else 0 for index, param in enumerate(context.params)]
         self._fragments = split_fragments(sizes, settings.fragments)
         # A group of its own: pseudo-gradients stay in flight while the mean of the model may be asked for.
-        group = self.new_group(context.group)
-        self._exchange = PseudoGradientExchange(
-            context, self._outer, group, settings.declared_hook(), step=lambda: self.step
-        )
+        group, hook = self.new_group(context.group), resolve_hook(settings.comm_hook)
+        self._exchange = PseudoGradientExchange(context, self._outer, group, hook, step=lambda: self.step)
         self._due = 0
         self._outer_steps = 0
 
@@ -156,10 +135,8 @@ class _BoundDiLoCo(BoundAverager):
         self._exchange.close(failed=failed)
         super().close(failed=failed)
 
-    # ------------------------------------------------------------------ each step
-
     def _average(self, step: int) -> bool:
-        if self._schedule.begins(step):
+        if step == self._diloco.warmup_steps:
             self._average_model(self.group)
             self._begin(self.trainable_indices())
             return True
@@ -184,7 +161,6 @@ class _BoundDiLoCo(BoundAverager):
         return self._diloco.fragments == 1 and self._diloco.blending == 0
 
     def _begin(self, indices: list[int]) -> None:
-        """Let outer parameters begin as the parameters are now, equal on all ranks."""
         state = self._optimizer_state()
         self._outer.begin(indices)
         self._make_optimizer(state)
@@ -202,46 +178,34 @@ class _BoundDiLoCo(BoundAverager):
             self._outer.write(index, keep=self._diloco.blending)
         self._outer_steps += 1
 
-    # ------------------------------------------------------------------ the averaged model
-
     @torch.no_grad()
     def average_into(self, targets: Sequence[Tensor]) -> None:
-        """Write the global model into ``targets``; what has no outer parameter, such as buffers, is averaged."""
-        # Parameters come first, then buffers, which have no position.
-        positions = [*self.trainable_indices(), *(-1 for _ in self.float_buffers())]
-        rest, rest_targets = [], []
-        for index, tensor, target in zip(positions, self.model_tensors(), targets, strict=True):
-            if index in self._outer.values:
-                target.copy_(self._outer.values[index])
+        outer = {id(self.context.params[index]): value for index, value in self._outer.values.items()}
+        rest = []  # what has no outer value, such as buffers, is averaged
+        for tensor, target in zip(self.model_tensors(), targets, strict=True):
+            if id(tensor) in outer:
+                target.copy_(outer[id(tensor)])
             else:
-                rest.append(tensor)
-                rest_targets.append(target)
+                rest.append((tensor, target))
         if rest:
-            self._mean(rest, self.group, rest_targets)
+            self._mean([tensor for tensor, _ in rest], self.group, [target for _, target in rest])
 
     def finish(self) -> None:
-        """Land what is in flight and give all ranks the global model."""
         if self._exchange.pending:
             self._outer_step()
         if not self.replicas_equal and not self._outer_steps:
             log.warning(
-                "Training ends at step %d, before the first outer step of DiLoCo (period=%d): the global model holds "
-                "nothing of what the replicas have learnt since step %d.",
-                self.step,
-                self._diloco.period,
-                self._diloco.warmup_steps,
+                f"Training ends at step {self.step}, before the first outer step of DiLoCo "
+                f"(period={self._diloco.period}): the global model holds nothing of what the replicas have learnt "
+                f"since step {self._diloco.warmup_steps}."
             )
         super().finish()
 
-    # ------------------------------------------------------------------ state
-
     def _extra_state(self) -> dict[str, Any]:
-        in_flight = None
+        in_flight, hook = None, self._exchange.hook
         if self._exchange.pending:
-            names, means = self.context.names, self._exchange.means()
-            deltas = {names[index]: mean.to("cpu", copy=True) for index, mean in means.items()}
-            in_flight = {"due": self._due, "deltas": deltas}
-        hook = self._exchange.hook
+            means = {self.context.names[index]: mean for index, mean in self._exchange.means().items()}
+            in_flight = {"due": self._due, "deltas": copy_to_cpu(means)}
         return {
             "outer": self._outer.state_dict(),
             "outer_optimizer": self._optimizer_state(),
@@ -254,38 +218,31 @@ class _BoundDiLoCo(BoundAverager):
         self._outer.load_state_dict(state["outer"])
         self._make_optimizer(state["outer_optimizer"])
         self._outer_steps = whole_number(state["outer_steps"])
-        in_flight = state["in_flight"]
-        if in_flight is None:
-            self._exchange.restore(None)
-        else:
+        means, in_flight = None, state["in_flight"]
+        if in_flight is not None:
             self._due = whole_number(in_flight["due"])
             positions = {name: index for index, name in enumerate(self.context.names)}
-            self._exchange.restore({positions[name]: mean.clone() for name, mean in in_flight["deltas"].items()})
+            means = {positions[name]: mean.clone() for name, mean in in_flight["deltas"].items()}
+        self._exchange.restore(means)
         if self._exchange.hook is not None:
             self._exchange.hook.load_state_dict(state["hook"])
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Return the outer optimizer's state by parameter name, on the CPU."""
-        if self._optimizer is None:
-            return {}
+        states = {} if self._optimizer is None else self._optimizer.state
         return {
-            self.context.names[index]: {
-                key: entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
-                for key, entry in self._optimizer.state[value].items()
-            }
+            self.context.names[index]: copy_to_cpu(states[value])
             for index, value in sorted(self._outer.values.items())
-            if self._optimizer.state.get(value)
+            if states.get(value)
         }
 
     def _make_optimizer(self, state: Mapping[str, Any]) -> None:
         """Make the outer optimizer over the present outer parameters, with a state by parameter name."""
-        indices = sorted(self._outer.values)
-        if not indices:
-            self._optimizer = None
-            return
-        self._optimizer = self._diloco.make_outer_optimizer([self._outer.values[index] for index in indices])
-        plain = self._optimizer.state_dict()
-        names = [self.context.names[index] for index in indices]
-        # Copies: the optimizer writes into them. It brings them to the device of their parameter.
-        plain["state"] = {n: copy.deepcopy(state[name]) for n, name in enumerate(names) if name in state}
-        self._optimizer.load_state_dict(plain)
+        self._optimizer = None
+        if self._outer.values:
+            indices = sorted(self._outer.values)
+            self._optimizer = self._diloco.make_outer_optimizer([self._outer.values[index] for index in indices])
+            names = [self.context.names[index] for index in indices]
+            # Copies: the optimizer writes into them. It brings them to the device of their parameter.
+            own = {n: copy_to_cpu(state[name]) for n, name in enumerate(names) if name in state}
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own})

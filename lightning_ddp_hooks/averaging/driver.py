@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
+from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
 from lightning_ddp_hooks.averaging.gradients import hook_follows_schedule
-from lightning_ddp_hooks.averaging.optimizer_state import averaged_state_dict
-from lightning_ddp_hooks.averaging.replicas import gather_replicas, restore_replica
+from lightning_ddp_hooks.averaging.replicas import averaged_state_dict, gather_replicas, restore_replica
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.state import require_sound, whole_number
 
@@ -33,16 +32,10 @@ STATE_KEY = "lightning_ddp_hooks.averaging"
 
 
 class Averaging:
-    """An averager in a training run.
+    """An averager in a training run, whose module is equal on all ranks at first.
 
-    Args:
-        averager: What the user declared.
-        module: Model whose parameters are equal on all ranks now.
-        optimizers: Returns the optimizers that train it.
-        group: Ranks that average; None for all.
-        hook: Hook that averages gradients, to be checked against the averager.
-        before_eval: Whether the averaged model is put in place for evaluation.
-        save_replicas: Whether checkpoints hold each rank's own model and optimizer state.
+    ``hook`` averages gradients, and must go with the averager. ``before_eval``: whether to evaluate the averaged model.
+    ``save_replicas``: whether checkpoints hold each rank's own model and optimizer state.
     """
 
     def __init__(
@@ -63,23 +56,14 @@ class Averaging:
         self._before_eval = before_eval
         self._save_replicas = save_replicas
         self._hook_follows_schedule = hook_follows_schedule(averager, hook)
-        parent = comm.resolve_group(group)
-        self._control_group = comm.new_group(parent, cpu=True)
         named = dict(module.named_parameters())
-        self.bound = averager.bind(
-            AveragingContext(
-                group=parent,
-                control_group=self._control_group,
-                names=list(named),
-                params=list(named.values()),
-                buffers=lambda: list(module.buffers()),
-                optimizers=optimizers,
-            )
+        context = plain_context(
+            list(named), list(named.values()), lambda: list(module.buffers()), optimizers, process_group=group
         )
+        self._control_group = context.control_group
+        self.bound = averager.bind(context)
         # While the averaged model is in place: the replica's own values, by id, beside the tensors that they belong to.
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
-
-    # ------------------------------------------------------------------ each step
 
     @property
     def is_local(self) -> bool:
@@ -103,8 +87,6 @@ class Averaging:
         assert not self._own, "after_eval() comes before the next step"
         self.bound.average_parameters()
 
-    # ------------------------------------------------------------------ evaluation
-
     @torch.no_grad()
     def before_eval(self) -> None:
         """Put the averaged (with DiLoCo: the global) model into the module; collective."""
@@ -119,8 +101,6 @@ class Averaging:
         for live, own in self._own.values():
             live.copy_(own)
         self._own.clear()
-
-    # ------------------------------------------------------------------ checkpoints
 
     @torch.no_grad()
     def model_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,27 +124,20 @@ class Averaging:
         return averaged_state_dict(optimizer, self.bound.group, self._control_group)
 
     def state_dict(self, *, with_replicas: bool = True) -> dict[str, Any]:
-        """Return the averager's state and, on rank 0, the replicas, for the checkpoint that rank 0 writes.
-
-        It consists of tensors, str, int, float, bool, None, list and dict only. After the end, when replicas are equal,
-        they need not be saved whatever the setting is.
-        """
+        """Return the averager's state and, on rank 0, the replicas, for the checkpoint that rank 0 writes."""
         replicas = None
         if with_replicas and self._save_replicas and self.is_local:
             # What has never been trainable is the same everywhere, and lies in the model's own state.
-            trained = {id(param) for param in self.bound.trainable_params()}
+            names, params = self.bound.context.names, self.bound.context.params
             replicas = gather_replicas(
-                {name: param for name, param in self._module.named_parameters() if id(param) in trained},
+                {names[index]: params[index] for index in self.bound.trainable_indices()},
                 dict(self._module.named_buffers()),
                 self._optimizers(),
                 self._control_group,
                 own_value=lambda tensor: self._own.get(id(tensor), (tensor, tensor))[1],
             )
-        return {
-            "averager": self.bound.state_dict(),
-            "replicas_equal": self.bound.replicas_equal,
-            "replicas": replicas,
-        }
+        own, equal = self.bound.state_dict(), self.bound.replicas_equal
+        return {"averager": own, "replicas_equal": equal, "replicas": replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, whose model and optimizer state have been loaded already.
@@ -173,27 +146,19 @@ class Averaging:
         averaged model. A state that is damaged, or another averager's, raises ValueError.
         """
         require_sound(state, STATE_KEY)
+        bound, module, replicas = self.bound, self._module, state.get("replicas")
         try:
-            self._load(state)
+            bound.load_state_dict(state["averager"])
+            bound.replicas_equal = True
+            if replicas is not None and whole_number(replicas["world_size"]) == comm.world_size(bound.group):
+                replica = replicas["ranks"][comm.rank(bound.group)]
+                params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+                restore_replica(replica, params, buffers, self._optimizers())
+                bound.replicas_equal = bool(state["replicas_equal"])
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"The checkpoint's entry {STATE_KEY!r} is damaged: {type(error).__name__}: {error}."
             ) from error
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self.bound.load_state_dict(state["averager"])
-        self.bound.replicas_equal = True
-        replicas, group = state.get("replicas"), self.bound.group
-        if replicas is not None and whole_number(replicas["world_size"]) == comm.world_size(group):
-            restore_replica(
-                replicas["ranks"][comm.rank(group)],
-                dict(self._module.named_parameters()),
-                dict(self._module.named_buffers()),
-                self._optimizers(),
-            )
-            self.bound.replicas_equal = bool(state["replicas_equal"])
-
-    # ------------------------------------------------------------------ end
 
     def finish(self) -> None:
         """End training: every rank gets the averaged model for good."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,21 +30,8 @@ from lightning_ddp_hooks.reducer.stream import comm_stream
 _BUCKET_BYTES = 25 << 20
 
 
-class _Sent(NamedTuple):
-    """A launched bucket; it keeps the memory alive until the values have been read."""
-
-    bucket: Bucket
-    reduction: InFlightBucket
-    positions: list[int]
-
-
 class PseudoGradientExchange:
-    """Averages pseudo-gradients over a group that nothing else uses; at most one exchange is in flight.
-
-    Attributes:
-        hook: Hook at work; None for the plain mean.
-        pending: Whether something was sent whose means have not been taken.
-    """
+    """Averages pseudo-gradients over a group that nothing else uses; at most one exchange is in flight."""
 
     def __init__(
         self,
@@ -63,17 +49,16 @@ class PseudoGradientExchange:
         self._queue = CollectiveQueue(group, at_once=at_once)
         self.hook: BoundHook | None = None
         if hook is not None:
-            self.hook = self._queue.hook = hook.bind(
-                BindContext(
-                    control_group=context.control_group,
-                    names=context.names,
-                    params=context.params,
-                    step=step,
-                    subgroup=self._queue.subgroup,
-                )
+            bind_context = BindContext(
+                control_group=context.control_group,
+                names=context.names,
+                params=context.params,
+                step=step,
+                subgroup=self._queue.subgroup,
             )
-        self.pending = False
-        self._sent: list[_Sent] = []
+            self.hook = self._queue.hook = hook.bind(bind_context)
+        self.pending = False  # whether something was sent whose means have not been taken
+        self._sent: list[tuple[Bucket, InFlightBucket, list[int]]] = []  # keeps the memory alive until it is read
         self._means: dict[int, Tensor] | None = None
 
     @property
@@ -99,9 +84,12 @@ class PseudoGradientExchange:
                 view = GradBucket(bucket, positions[0], number == len(parts) - 1, names, divisor)
                 # The compute stream has filled it by now, before training changes the parameters.
                 with self._streams[bucket.layout.device].after_compute():
-                    self._sent.append(_Sent(bucket, self._queue.launch(view), positions))
+                    self._sent.append((bucket, self._queue.launch(view), positions))
             with self._on_streams():
                 self._queue.end_launches()
+        if self.hook is not None and self.hook.one_at_a_time and not self._queue.at_once:
+            # A function may send on a group that others use too: nothing of it may be issued at a time of its own.
+            self.means()
 
     @torch.no_grad()  # a hook goes on here, and must find the mode in which it was begun
     def means(self) -> dict[int, Tensor]:
@@ -110,8 +98,8 @@ class PseudoGradientExchange:
             means: dict[int, Tensor] = {}
             with record_function("ldh::outer_wait"):
                 with self._on_streams():
-                    for bucket, reduction, positions in self._sent:
-                        result = reduction.wait()
+                    for bucket, in_flight, positions in self._sent:
+                        result = in_flight.wait()
                         if result.data_ptr() != bucket.buffer.data_ptr():
                             bucket.buffer.copy_(result.reshape(-1))
                         means.update(zip(positions, bucket.views, strict=True))

@@ -47,7 +47,7 @@ class FlatMean:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position, tensor in enumerate(self._tensors):
             if tensor.numel():
-                kinds.setdefault((wire_dtype(tensor.dtype), tensor.device), []).append(position)
+                kinds.setdefault((comm_dtype(tensor.dtype), tensor.device), []).append(position)
         self._chunks: list[_Chunk] = []
         self._streams = {device: comm_stream(device) for _, device in kinds}
         for (dtype, device), positions in kinds.items():
@@ -63,9 +63,7 @@ class FlatMean:
             memory = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in parts[:_IN_FLIGHT]]
             for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 buffer = memory[number % _IN_FLIGHT][:size]
-                shapes = [as_real(self._tensors[position]).shape for position in part]
-                pieces = torch.split(buffer, [shape.numel() for shape in shapes])
-                views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+                views = _compat.unflatten(buffer, [as_real(self._tensors[position]) for position in part])
                 self._chunks.append(_Chunk(part, buffer, views, self._streams[device]))
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
@@ -98,7 +96,7 @@ class FlatMean:
                 stream.join()
 
 
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+def comm_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype in which values of ``dtype`` are averaged: at least float32."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return real if real.itemsize >= 4 else torch.float32

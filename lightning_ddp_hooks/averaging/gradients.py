@@ -1,16 +1,13 @@
-"""How gradients and model averaging go together.
+"""How gradients and model averaging go together: what happens to gradients.
 
-What happens to gradients::
-
-    comm_hook             before step warmup_steps      from there on
-    None, or any other    averaged (by the hook)        not exchanged
-    PostLocalSGD          averaged over all ranks       averaged within the subgroup (or as the hook says)
+comm_hook             before step warmup_steps      from there on
+None, or any other    averaged (by the hook)        not exchanged
+PostLocalSGD          averaged over all ranks       averaged within the subgroup (or as the hook says)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,11 +16,7 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
-from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.registry import parts_of
-
-if TYPE_CHECKING:
-    from lightning_ddp_hooks.averaging.driver import Averaging
 
 
 def contradiction(averager: ModelAverager, hook: CommHook | None) -> str | None:
@@ -45,27 +38,10 @@ def contradiction(averager: ModelAverager, hook: CommHook | None) -> str | None:
 
 
 def hook_follows_schedule(averager: ModelAverager, hook: CommHook | None) -> bool:
-    """Tell whether the hook itself turns to local gradients, so that they go through it at every step.
-
-    Raises:
-        ValueError: Hook and averager name different steps, or the hook never averages during the warm-up.
-    """
+    """Tell whether the hook itself turns to local gradients, so that they go through it at every step."""
     if (text := contradiction(averager, hook)) is not None:
         raise ValueError(text)
     return _local_from(hook) is not None
-
-
-def replicas_should_be_identical(
-    step: int, hook: CommHook | None, averaging: Averaging | None, *, asked_for: bool
-) -> bool:
-    """Tell whether a difference between ranks before ``step`` is a fault.
-
-    If it was asked for, the user knows what a hook that is a function gives the ranks.
-    """
-    if averaging is not None and not averaging.broadcasts_buffers():
-        return False
-    start = None if hook is None else hook.replicas_differ_from()
-    return start is None or step <= start or (asked_for and start == 0 and isinstance(hook, TorchHook))
 
 
 def _local_from(hook: CommHook | None) -> int | None:

@@ -1,7 +1,6 @@
-"""Outer parameters: the copy of the model that the replicas start from after each averaging.
+"""Outer parameters: the copy of the model, the same on all ranks, that replicas start from after each averaging.
 
-It is the same on all ranks. SlowMo and DiLoCo train it by a rule of their own; its gradient is the mean of what the
-replicas have moved away from it.
+SlowMo and DiLoCo train it by rules of their own; its gradient is the mean of what replicas have moved away from it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks.averaging.averager import AveragingContext
-from lightning_ddp_hooks.averaging.flat import wire_dtype
+from lightning_ddp_hooks.averaging.flat import comm_dtype
 
 
 class OuterModel:
@@ -22,7 +21,7 @@ class OuterModel:
     copies live where the parameters do.
     """
 
-    def __init__(self, context: AveragingContext, device: torch.device | None = None) -> None:
+    def __init__(self, context: AveragingContext, device: str | None = None) -> None:
         self._names, self._params = context.names, context.params
         self._device = device
         self.values: dict[int, nn.Parameter] = {}
@@ -62,7 +61,7 @@ class OuterModel:
 
     def _set(self, index: int, value: Tensor) -> None:
         param = self._params[index]
-        dtype = param.dtype if param.is_complex() else wire_dtype(param.dtype)
+        dtype = param.dtype if param.is_complex() else comm_dtype(param.dtype)
         # Strides are kept, so that a step over parameter and copy runs through memory once.
         copy = torch.empty_like(param, dtype=dtype, device=self._device or param.device).copy_(value.detach())
         self.values[index] = nn.Parameter(copy)

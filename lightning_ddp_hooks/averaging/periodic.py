@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
-from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.schedule import HierarchicalSchedule, PeriodicSchedule
 
 
@@ -36,7 +35,6 @@ class PeriodicModelAverager(ModelAverager):
     period: int
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         super().__post_init__()
         PeriodicSchedule(self.period, self.warmup_steps)
 
@@ -86,7 +84,6 @@ class HierarchicalModelAverager(ModelAverager):
     period_group_size_dict: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        """Check the specification."""
         super().__post_init__()
         HierarchicalSchedule.build(self.period_group_size_dict, self.warmup_steps)
 

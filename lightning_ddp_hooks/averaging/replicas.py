@@ -1,6 +1,9 @@
-"""Each rank's own model and inner optimizer state, gathered for a checkpoint and given back.
+"""What each replica has for itself: inner optimizer state, averaged over the ranks, or all of it for a checkpoint.
 
-The form, on the first rank (it loads with ``weights_only=True``):
+[Note: averaged state] Averaged is each floating-point tensor of optimizer state that all ranks have. Counters ("step",
+scalars) and what only some ranks have (of a parameter that one has never used) stay as they are.
+
+Replicas are gathered on the first rank in a form that loads with ``weights_only=True``:
 
     {"world_size": 2,
      "ranks": [{"params": {name: tensor}, "buffers": {name: tensor}, "optimizers": [{position: {key: value}}]}, ...]}
@@ -9,14 +12,16 @@ The form, on the first rank (it loads with ``weights_only=True``):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
+from lightning_ddp_hooks.averaging.flat import FlatMean
 
 # So much of each replica is sent at a time, since pickling doubles what it works on.
 _BATCH_BYTES = 32 << 20
@@ -38,12 +43,12 @@ def gather_replicas(
     """
     items: list[_Item] = []
     for kind, tensors in (("params", params), ("buffers", buffers)):
-        items += [((kind, name), _nbytes(tensor), own_value(tensor)) for name, tensor in tensors.items()]
+        items += [((kind, name), tensor.nbytes, own_value(tensor)) for name, tensor in tensors.items()]
     for number, optimizer in enumerate(optimizers):
         state = optimizer.state_dict()["state"]
         for position, param in enumerate(optimizer_params(optimizer)):
             # Twice the parameter is what Adam keeps; ranks must agree on the size, so it is not looked up.
-            items.append((("optimizers", number, position), 2 * _nbytes(param), state.get(position)))
+            items.append((("optimizers", number, position), 2 * param.nbytes, state.get(position)))
 
     first = comm.rank(control_group) == 0
     ranks: list[dict[str, Any]] = [
@@ -51,15 +56,11 @@ def gather_replicas(
         for _ in range(comm.world_size(control_group) if first else 0)
     ]
     for batch in _batches(items):
-        gathered = comm.gather_object([(path, _on_cpu(value)) for path, _, value in batch], control_group)
+        gathered = comm.gather_object([(path, copy_to_cpu(value)) for path, _, value in batch], control_group)
         for replica, pieces in zip(ranks, gathered or (), strict=True):
             for (*parents, last), value in pieces:
-                if value is None:  # this rank's optimizer has no state for this parameter
-                    continue
-                place: Any = replica
-                for key in parents:
-                    place = place[key]
-                place[last] = value
+                if value is not None:  # else this rank's optimizer has no state for this parameter
+                    reduce(getitem, parents, replica)[last] = value
     return {"world_size": len(ranks), "ranks": ranks} if first else None
 
 
@@ -84,9 +85,8 @@ def restore_replica(
             f"The checkpoint's replica has {len(replica['optimizers'])} optimizers, this run has {len(optimizers)}."
         )
     for optimizer, state in zip(optimizers, replica["optimizers"], strict=True):
-        whole = optimizer.state_dict()
-        whole["state"] = _on_cpu(state)  # copies: the optimizer writes into them
-        optimizer.load_state_dict(whole)  # brings tensors to the device and dtype of their parameter
+        # Copies: the optimizer writes into them. It brings them to the device and dtype of their parameter.
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": copy_to_cpu(state)})
 
 
 def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
@@ -102,15 +102,61 @@ def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
         yield batch
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _on_cpu(value: Any) -> Any:
+def copy_to_cpu(value: Any) -> Any:
+    """Copy the tensors in a nested state to the CPU; tuples become lists."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _on_cpu(item) for key, item in value.items()}
+        return {key: copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_on_cpu(item) for item in value]
+        return [copy_to_cpu(item) for item in value]
     return value
+
+
+def average_optimizer_state(optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup) -> None:
+    """Average an optimizer's state over ``group``, in place; collective. See [Note: averaged state]."""
+    FlatMean(list(_shared(optimizer, control_group).values())).run(group)
+
+
+def averaged_state_dict(
+    optimizer: Optimizer, group: comm.ProcessGroup, control_group: comm.ProcessGroup
+) -> dict[str, Any]:
+    """Return the optimizer's ``state_dict`` with its state averaged over ``group``; the optimizer stays as it is."""
+    shared = _shared(optimizer, control_group)
+    means = [torch.empty_like(tensor) for tensor in shared.values()]
+    FlatMean(list(shared.values())).run(group, means)
+    result = optimizer.state_dict()
+    # `state_dict` shares the inner dicts with the optimizer: copy before writing.
+    result["state"] = {position: dict(entries) for position, entries in result["state"].items()}
+    for (position, key), mean in zip(shared, means, strict=True):
+        result["state"][position][key] = mean
+    return result
+
+
+def optimizer_params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Return an optimizer's parameters in the order in which its ``state_dict`` numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _shared(optimizer: Optimizer, control_group: comm.ProcessGroup) -> dict[tuple[int, str], Tensor]:
+    """Find the tensors that all ranks have, by position of the parameter and name, in the same order on all."""
+    own: dict[tuple[int, str], Tensor] = {
+        (position, key): optimizer.state[param][key]
+        for position, param in enumerate(optimizer_params(optimizer))
+        for key in sorted(optimizer.state.get(param, {}), key=str)
+        if _is_averaged(key, optimizer.state[param][key], param)
+    }
+    shapes = comm.all_gather_object({entry: list(tensor.shape) for entry, tensor in own.items()}, control_group)
+    return {
+        entry: tensor
+        for entry, tensor in own.items()
+        if all(theirs.get(entry) == list(tensor.shape) for theirs in shapes)
+    }
+
+
+def _is_averaged(key: str, value: object, param: Tensor) -> bool:
+    if not isinstance(value, Tensor) or key == "step" or value.device != param.device:
+        return False
+    is_counter = value.dim() == 0 and param.dim() > 0
+    return (value.is_floating_point() or value.is_complex()) and not is_counter

@@ -24,9 +24,7 @@ class PeriodicSchedule:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless both are whole numbers in their range."""
         require_int("period", self.period, 1)
-        require_int("warmup_steps", self.warmup_steps, 0)
 
     def due(self, step: int) -> bool:
         """Tell whether ``step`` averages."""
@@ -43,7 +41,6 @@ class HierarchicalSchedule:
     @classmethod
     def build(cls, period_group_size_dict: Mapping[int, int], warmup_steps: int = 0) -> HierarchicalSchedule:
         """Check a specification, period -> number of ranks in each group, and return the schedule."""
-        require_int("warmup_steps", warmup_steps, 0)
         name = "period_group_size_dict"
         if not isinstance(period_group_size_dict, Mapping):
             raise TypeError(f"Expected a dict of period to group size for `{name}`, got {period_group_size_dict!r}.")
@@ -90,12 +87,12 @@ class HierarchicalSchedule:
 class FragmentSchedule:
     """Sends one fragment of the model at a time, each once a period, and lands it ``delay`` steps later.
 
-    With one fragment and no delay these are the steps of `PeriodicSchedule`:
+    With one fragment and no delay these are the steps of `PeriodicSchedule`. The outer parameters begin as the mean of
+    the replicas at step W:
 
         period 8, fragments 2, delay 1, W = 0
         step        0    1   2   3    4        5       ...  8        9       ...  12
                     all              send 0   land 0        send 1   land 1       send 0
-    The outer parameters begin as the mean of the replicas at step W.
     """
 
     period: int
@@ -104,8 +101,7 @@ class FragmentSchedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        """Raise unless the numbers are in range, and each fragment lands before the next one is sent."""
-        for name, minimum in (("period", 1), ("warmup_steps", 0), ("fragments", 1), ("delay", 0)):
+        for name, minimum in (("period", 1), ("fragments", 1), ("delay", 0)):
             require_int(name, getattr(self, name), minimum)
         if self.fragments > self.period:
             raise ValueError(
@@ -123,10 +119,6 @@ class FragmentSchedule:
     def offsets(self) -> tuple[int, ...]:
         """Step within a period, from 1 to ``period``, at which each fragment is sent."""
         return tuple((index + 1) * self.period // self.fragments for index in range(self.fragments))
-
-    def begins(self, step: int) -> bool:
-        """Tell whether the outer parameters begin at ``step``."""
-        return step == self.warmup_steps
 
     def fragment(self, step: int) -> int | None:
         """Return which fragment ``step`` sends, or None."""
@@ -157,9 +149,21 @@ def require_int(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"Expected `{name}` to be at least {minimum}, got {value}.")
 
 
-def require_number(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a number, ValueError if it is infinite."""
+def require_positive(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a finite number above 0."""
+    if not _number(name, value) > 0:
+        raise ValueError(f"Expected `{name}` to be above 0, got {value}.")
+
+
+def require_share(name: str, value: object, why: str = "") -> None:
+    """Raise TypeError or ValueError unless ``value`` is a number from 0 to below 1."""
+    if not 0 <= _number(name, value) < 1:
+        raise ValueError(f"Expected `{name}` to be at least 0 and below 1, got {value}{why}.")
+
+
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"Expected a number for `{name}`, got {value!r}.")
     if abs(value) == float("inf"):
         raise ValueError(f"Expected a finite number for `{name}`, got {value!r}.")
+    return value

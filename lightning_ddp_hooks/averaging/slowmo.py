@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks.averaging.averager import AveragingContext, ModelAverager
-from lightning_ddp_hooks.averaging.bound import BoundAverager
+from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.outer import OuterModel
-from lightning_ddp_hooks.averaging.schedule import PeriodicSchedule, require_number
+from lightning_ddp_hooks.averaging.replicas import copy_to_cpu
+from lightning_ddp_hooks.averaging.schedule import PeriodicSchedule, require_positive, require_share
 from lightning_ddp_hooks.hooks.state import whole_number
 
 
@@ -52,15 +52,10 @@ class SlowMo(ModelAverager):
     slowmo_lr: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         super().__post_init__()
         PeriodicSchedule(self.period, self.warmup_steps)
-        require_number("slowmo_factor", self.slowmo_factor)
-        require_number("slowmo_lr", self.slowmo_lr)
-        if not 0 <= self.slowmo_factor < 1:
-            raise ValueError(f"Expected `slowmo_factor` to be at least 0 and below 1, got {self.slowmo_factor}.")
-        if not self.slowmo_lr > 0:
-            raise ValueError(f"Expected `slowmo_lr` to be above 0, got {self.slowmo_lr}.")
+        require_share("slowmo_factor", self.slowmo_factor)
+        require_positive("slowmo_lr", self.slowmo_lr)
 
     def bind(self, context: AveragingContext) -> BoundAverager:
         """Make the averager for these ranks."""
@@ -125,11 +120,11 @@ class _BoundSlowMo(BoundAverager):
                     yield f"{number}.{position}", group
 
     def _extra_state(self) -> dict[str, Any]:
-        names = self.context.names
+        momentum = {self.context.names[index]: value for index, value in sorted(self._momentum.items())}
         sums = {key: float(value) for key, value in self._rate_sums.items()}
         return {
             "outer": self._outer.state_dict(),
-            "momentum": {names[i]: u.to("cpu", copy=True) for i, u in sorted(self._momentum.items())},
+            "momentum": copy_to_cpu(momentum),
             "rates": {"sums": sums, "steps": self._rate_steps},
         }
 

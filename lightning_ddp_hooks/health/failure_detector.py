@@ -40,8 +40,8 @@ class FailureDetector:
         timeout: Seconds of silence after which a rank is lost, if this one makes no progress meanwhile; also how long
             this rank's main thread has to come back once another rank has said that it failed.
         exit_process: Ends the process if the main thread does not come back.
-        patient: Whether a rank may be silent ten times as long; an attribute that can be changed at any time.
-        likely_cause: Returns why ranks may be at different places though none has failed; called for each report.
+        patient: Whether a rank may be silent ten times as long; can be changed at any time.
+        likely_cause: Returns why ranks may be at different places though none has failed.
     """
 
     def __init__(
@@ -76,9 +76,6 @@ class FailureDetector:
 
     def explain(self, error: BaseException) -> str | None:
         """Note that this rank ends with an error, tell the others, and return a report if another rank caused it.
-
-        Waits a few periods where that is needed to learn who failed, or to let others learn of it from a store that
-        this process holds.
 
         [Note: a signal while a report is being made] Whoever has started the ranks may end the others once one has
         failed. A signal's handler runs in the main thread: what it raises must not interrupt the report (Lightning's
@@ -118,13 +115,12 @@ class FailureDetector:
                 time.sleep(self._period / 4)
             fault = fault or self._report(self._brief)
             self._heartbeats.send_last(State.GAVE_UP, fault.partition("\n")[0], self._timeout)
-        if self._rank == 0:  # the store may end with this process
-            self._heartbeats.wait_until(self._all_informed, self._brief)
+        if self._rank == 0:  # the store may end with this process: first let the others learn of it
+            beats, brief = self._heartbeats, self._brief
+            beats.wait_until(
+                lambda: beats.informed + len(reports.lost_ranks(beats.peers(), brief)) >= self._world_size, brief
+            )
         return fault
-
-    def _all_informed(self) -> bool:
-        lost = reports.lost_ranks(self._heartbeats.peers(), self._brief)
-        return self._heartbeats.informed + len(lost) >= self._world_size
 
     def stop(self) -> None:
         """End the watch: the fit is over."""
@@ -149,7 +145,12 @@ class FailureDetector:
             silent_s = _PATIENCE * self._timeout if self.patient else self._timeout
             stuck, alarmed = idle_s >= self._timeout, self._heartbeats.alarms and idle_s >= 2 * self._period
             found = stuck and self._found_fault(silent_s)
-            are_deadlocked = stuck and not found and self._deadlocked()
+            # The others have been watched for less long than this rank has been idle.
+            are_deadlocked = (
+                stuck
+                and not found
+                and reports.deadlocked(progress, self._heartbeats.peers(), self._world_size, self._timeout / 2)
+            )
             if found or are_deadlocked or alarmed:
                 self._fault = self._report(silent_s, are_deadlocked=are_deadlocked)
                 self._end(self._fault, self._brief if found or are_deadlocked else self._timeout)
@@ -166,10 +167,6 @@ class FailureDetector:
         if host is not None and host.heartbeat.state is State.FINISHED:
             return False
         return heartbeats.broken is not None or time.monotonic() - heartbeats.answered_at >= silent_s + self._period
-
-    def _deadlocked(self) -> bool:
-        # The others have been watched for less long than this rank has been idle.
-        return reports.deadlocked(self._progress(), self._heartbeats.peers(), self._world_size, self._timeout / 2)
 
     def _report(self, silent_s: float, *, are_deadlocked: bool = False) -> str:
         return reports.failure_report(

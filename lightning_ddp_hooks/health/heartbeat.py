@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
+
+from torch import Tensor
 
 from lightning_ddp_hooks import comm
 
 # Of a traceback the end tells most; a store is no place for megabytes.
 MAX_TEXT = 6000
+# Of a collective that moves more than that much it is not said that it blocks: it may just take its time.
+_SMALL_BYTES = 1 << 16
+# Where waiting is done; elsewhere in ``torch.distributed`` there is also work, such as checkpoints that are written.
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_PICKLING = ("_object_to_tensor", "_tensor_to_object")
 # How many heartbeats all ranks together may read from the store in a second.
 _READS_PER_SECOND = 50_000
 
@@ -39,10 +48,37 @@ class Progress:
 
     def text(self) -> str:
         """Describe the place in words."""
-        place = f"step {self.step}, outside a backward"
-        if self.buckets:
-            place = f"step {self.step}, in a backward with {self.launched} of {self.buckets} buckets sent"
+        sent = f"in a backward with {self.launched} of {self.buckets} buckets sent"
+        place = f"step {self.step}, {sent if self.buckets else 'outside a backward'}"
         return f"{place}, waiting for {self.waits_for}" if self.waits_for else place
+
+
+def blocking_collective(thread: int) -> str:
+    """Return which collective a thread waits in and where it was called, as in "`barrier` called by fit (train.py:31)".
+
+    A thread that is blocked cannot say so itself, but Python's stack shows the collectives of Lightning, of metrics and
+    of the user too. The text is empty outside a collective of ``torch.distributed``, and for one that moves more than a
+    few numbers, since it may be making progress. The thread is named by its ``threading.get_ident``.
+    """
+    frame, call = sys._current_frames().get(thread), None
+    if frame is None or frame.f_globals.get("__name__") != _COLLECTIVES or frame.f_code.co_name in _PICKLING:
+        return ""
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        call, frame = frame, frame.f_back
+        if any(_is_large(value) for value in list(call.f_locals.values())):
+            return ""
+    if call is None or frame is None:
+        return ""
+    code = frame.f_code
+    # A decorator of torch's stands between the call and what is called.
+    name = getattr(call.f_locals.get("func"), "__name__", call.f_code.co_name)
+    return f"`{name}` called by {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def _is_large(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.nbytes > _SMALL_BYTES
+    return isinstance(value, (list, tuple)) and any(map(_is_large, value))
 
 
 @dataclass(frozen=True)

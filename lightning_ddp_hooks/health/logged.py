@@ -1,12 +1,10 @@
 """Reduce over the ranks only what belongs together: values that are logged, and states of metrics.
 
-Ranks that log other values, or in another order, take part in the same collectives all the same, and average what has
-nothing to do with each other. So each exchange carries what it is about:
+Ranks that log different values would average what has nothing to do with each other. So each exchange carries what it
+is about, which takes no more collectives than the reduction alone:
 
     rank 0:  digest("training_step", "loss", "mean")  "loss"  0.7
     rank 1:  digest("training_step", "acc", "mean")   "acc"   0.9    ->  all ranks raise, naming 0: loss and 1: acc
-
-which takes no more collectives than the reduction alone.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +26,13 @@ from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
 _TEXT_BYTES = 80
 _WORD = 8
 _HEADER = 1 + _TEXT_BYTES // _WORD  # digest and text, in 64-bit words
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-}
+_REDUCTIONS: dict[str, Any] = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class LoggedValues:
-    """Reduces logged values, and raises on all ranks if they do not log the same.
+    """Reduces logged values, and raises on all ranks if they do not log the same; collective.
 
-    All ranks construct one and use it alike; both are collective. The host does not wait for an asynchronous device, so
-    that there a difference is noticed at the next value.
-
-    Args:
-        device: The accelerator where most values are, or the CPU.
-        step: Returns the training step, for messages.
+    The host does not wait for an asynchronous device: there a difference is noticed at the next value.
     """
 
     def __init__(self, device: torch.device, step: Callable[[], int]) -> None:
@@ -71,13 +60,7 @@ class LoggedValues:
         return self._entry is not None
 
     def reduce(self, tensor: Tensor, op: str, group: comm.ProcessGroup | None = None) -> Tensor:
-        """Return the value reduced over the ranks; a collective call.
-
-        It is a tensor of one element, reduced in float64; the mean of integers is of the default float type, and exact.
-
-        Raises:
-            RuntimeError: on every rank, if they log different things; names ranks and keys.
-        """
+        """Return a value reduced over the ranks, in float64; the mean of integers is of the default float type."""
         group = group or (self._host_group if tensor.device.type == "cpu" else self._device_group)
         bits = tensor.detach().reshape(1).to(torch.float64).view(torch.int64)
         header, headers, gathered = self._gather(op, bits, group)
@@ -86,16 +69,13 @@ class LoggedValues:
         if tensor.device.type == "cpu":
             self.settle()
         to_float = op == "mean" and not tensor.is_floating_point()
-        reduced = _REDUCTIONS[op](gathered.contiguous().view(torch.float64)).reshape(tensor.shape)
+        reduced: Tensor = _REDUCTIONS[op](gathered.contiguous().view(torch.float64)).reshape(tensor.shape)
         return reduced.to(torch.get_default_dtype() if to_float else tensor.dtype)
 
     def agree_on_metric(self, path: str, metric: Metric) -> None:
-        """Compare the states of a metric before they are gathered one by one; a collective call.
+        """Compare the states of a metric before they are gathered one by one; collective.
 
         ``path`` says where the metric is within the one that was logged; it is empty if it is that one.
-
-        Raises:
-            RuntimeError: on every rank, if the states cannot be gathered; names ranks, key and state.
         """
         states = {"": type(metric).__name__, **_describe_states(path, metric)}
         header, headers, _ = self._gather(repr(states), torch.empty(0, dtype=torch.int64), self._host_group)
@@ -118,7 +98,9 @@ class LoggedValues:
         unread, self._unread = self._unread, []
         for differs, headers, group in unread:
             if any(differs.values()):
-                self._raise_different([_decode_entry(header) for header in headers.cpu()], comm.global_ranks(group))
+                texts = [bytes(text.view(torch.uint8).tolist()) for text in headers[:, 1:].cpu().contiguous()]
+                entries = [text.rstrip(b"\0").decode(errors="replace") for text in texts]
+                self._raise_different(entries, comm.global_ranks(group))
 
     def close(self, *, failed: bool = False) -> None:
         """Free the groups; after an error only gloo's, since other ranks may never finish what NCCL has begun."""
@@ -149,10 +131,6 @@ def _make_header(entry: str, what: str, device: torch.device) -> Tensor:
     digest = hashlib.blake2b(f"{entry}\0{what}".encode(), digest_size=_WORD).digest()
     text = entry.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return torch.frombuffer(bytearray(digest + text), dtype=torch.int64).to(device)
-
-
-def _decode_entry(header: Tensor) -> str:
-    return bytes(header[1:].contiguous().view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def _sides(of_ranks: list[str], ranks: Sequence[int] | None = None) -> str:

@@ -22,8 +22,8 @@ def failed_ranks(peers: Mapping[int, PeerStatus]) -> list[int]:
 
 def resignations(peers: Mapping[int, PeerStatus]) -> list[str]:
     """Return the reasons given by ranks that gave up."""
-    gave_up = {rank: peers[rank].heartbeat.text for rank in _in_state(peers, State.GAVE_UP)}
-    return [f"Rank {rank} gave up: {text}" for rank, text in gave_up.items() if text]
+    gave_up = [(rank, peers[rank].heartbeat.text) for rank in _in_state(peers, State.GAVE_UP)]
+    return [f"Rank {rank} gave up: {text}" for rank, text in gave_up if text]
 
 
 def _in_state(peers: Mapping[int, PeerStatus], state: State) -> list[int]:
@@ -40,9 +40,8 @@ def deadlocked(progress: Progress, peers: Mapping[int, PeerStatus], world_size: 
     """
     waits = {_wait(progress)}
     for peer in peers.values():
-        if peer.heartbeat.state is not State.RUNNING or peer.idle_s < idle_s:
-            return False
-        if peer.silent_s >= idle_s / 2:  # it may be anywhere by now, or nowhere
+        # One that has been silent may be anywhere by now, or nowhere.
+        if peer.heartbeat.state is not State.RUNNING or peer.idle_s < idle_s or peer.silent_s >= idle_s / 2:
             return False
         waits.add(_wait(peer.heartbeat.progress))
     return len(peers) == world_size - 1 and "" not in waits and len(waits) > 1
@@ -64,8 +63,7 @@ def failure_report(
 ) -> str:
     """Return several lines that say which rank brought this one down, and where both were.
 
-    A rank counts as lost after ``silent_s`` seconds of silence; ``store_host`` is given if it cannot be reached, and
-    ``likely_cause`` is added if no rank is known to have failed.
+    ``store_host`` is given if it cannot be reached; ``likely_cause`` is added if no rank is known to have failed.
     """
     failed = failed_ranks(peers)
     places = {other: peer.heartbeat.progress.text() for other, peer in sorted(peers.items())}

@@ -1,17 +1,14 @@
 """Which ranks take part in a step, and how they agree on it: one small asynchronous collective, one step ahead.
 
-Notation: W ranks, of which A are *active* (have a batch) in a step; rank r holds n_r samples. A rank that has run out
-of batches has *joined*; a step in which some rank has joined belongs to the *tail*.
-
-A rank that knows how many batches it has left says so too; for as many steps the active ranks are certain, and nothing
-is exchanged.
+Of W ranks A are *active* (have a batch) in a step; rank r holds n_r samples. A rank that has run out of batches has
+*joined*. A rank that knows how many batches it has left says so too; for as many steps the active ranks are certain,
+and nothing is exchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,17 +29,17 @@ class Step:
     active: tuple[bool, ...]
     samples: tuple[int, ...]
 
-    @cached_property
+    @property
     def joined(self) -> bool:
         """Whether this rank has no batch."""
         return not self.active[self.rank]
 
-    @cached_property
+    @property
     def tail(self) -> bool:
         """Whether some rank has no batch."""
         return not all(self.active)
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The active ranks."""
         return tuple(rank for rank, has_batch in enumerate(self.active) if has_batch)
@@ -55,8 +52,8 @@ class Step:
     def loss_factor(self, divisor: Divisor) -> float:
         """Return the factor on an active rank's loss that makes the mean over all W ranks the wanted mean.
 
-        That is W / A for ``"active"``, the mean over the active ranks; W n_r / sum(n) for ``"samples"``, the mean over
-        all samples of the step if losses are means over samples; 1 for ``"world"``, the sum divided by W.
+        ``"active"``: W / A, the mean over the active ranks. ``"samples"``: W n_r / sum(n), the mean over all samples of
+        the step if losses are means over samples. ``"world"``: 1, the sum divided by W.
         """
         if divisor == "samples":
             total = sum(self.samples)
@@ -92,8 +89,7 @@ def post_row(row: Sequence[int], group: comm.ProcessGroup) -> PendingRows:
 class StepAgreement:
     """Agrees on steps over a CPU group that nothing else uses.
 
-    A row is posted when the next batch has been fetched, and the others' awaited when that batch is due, so that the
-    latency is hidden.
+    A row is posted when the next batch has been fetched, and the others' are awaited when it is due: no latency shows.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
@@ -109,11 +105,9 @@ class StepAgreement:
         return self._posted
 
     def wait(self, posted: PendingRows) -> tuple[Step, bool, int]:
-        """Wait for all ranks.
+        """Wait for all ranks, and return their step and the number of steps, from it on, with the same active ranks.
 
-        Returns:
-            The step; whether a rank that has never had a batch must be shown the structure of one; and the number of
-            steps, from this one on, with the same active ranks.
+        Between them stands whether a rank that has never had a batch must be shown the structure of one.
         """
         has_batch, samples, needs, certain = zip(*posted.wait(), strict=True)
         needs_template = any(lacks and not has for lacks, has in zip(needs, has_batch, strict=True))

@@ -23,6 +23,8 @@ from lightning_ddp_hooks.join.agreement import PendingRows, active_text, post_ro
 from lightning_ddp_hooks.reducer.module_sync import broadcast_tensors
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
+_THROW_HINT = "Leave out `throw_on_early_termination` to have the others shadow what they do."
+
 
 @dataclass(frozen=True)
 class Event:
@@ -36,7 +38,7 @@ class JoinHook:
     """What a rank does for one joinable once it has run out of data.
 
     Attributes:
-        event: what `main_hook` is called for.
+        event: What `main_hook` is called for.
     """
 
     event: Event
@@ -48,7 +50,7 @@ class JoinHook:
         """End the context, after all ranks have run out of data; called on all ranks.
 
         Args:
-            is_last_joiner: whether this rank was one of the last to run out, and so holds the latest state.
+            is_last_joiner: Whether this rank was one of the last to run out, and so holds the latest state.
         """
 
 
@@ -65,7 +67,7 @@ class Joinable(ABC):
         """Return the hook for this context.
 
         Args:
-            **kwargs: what was given to `Join`, for all joinables alike; each takes what it knows.
+            **kwargs: What was given to `Join`, for all joinables alike; each takes what it knows.
         """
 
     @property
@@ -83,14 +85,14 @@ class Join:
     """A context in which ranks may run out of data at different times.
 
     Args:
-        joinables: what communicates in the loop; in the same order on all ranks.
+        joinables: What communicates in the loop; in the same order on all ranks.
         enable: False if it is known that all ranks have as much data; nothing is announced then.
-        throw_on_early_termination: raise on all ranks as soon as one has run out, instead of shadowing.
-        **kwargs: handed to each joinable's `Joinable.join_hook`.
+        throw_on_early_termination: Raise on all ranks as soon as one has run out, instead of shadowing.
+        **kwargs: Handed to each joinable's `Joinable.join_hook`.
 
     Raises:
-        ValueError: no joinables, or they communicate over different ranks.
-        RuntimeError: on leaving or announcing, with ``throw_on_early_termination``; or a joinable is in a context
+        ValueError: No joinables, or they communicate over different ranks.
+        RuntimeError: On leaving or announcing, with ``throw_on_early_termination``; or a joinable is in a context
             already.
 
     Example:
@@ -133,15 +135,15 @@ class Join:
         """Announce that collectives of ``joinable`` come next; called on all active ranks alike.
 
         Args:
-            joinable: whose collectives they are.
-            kind: a small number by which its hook tells different collectives apart; see `JoinHook.event`.
-            wait: find out which ranks are active.
+            joinable: Whose collectives they are.
+            kind: A small number by which its hook tells different collectives apart; see `JoinHook.event`.
+            wait: Whether to find out which ranks are active.
 
         Returns:
             The event if ``wait``, else None; None outside a context.
 
         Raises:
-            RuntimeError: some rank has run out of data, with ``throw_on_early_termination``.
+            RuntimeError: Some rank has run out of data, with ``throw_on_early_termination``.
         """
         join = joinable._join
         if join is None:
@@ -154,9 +156,8 @@ class Join:
         rows = posted.wait()
         event, _ = _read(rows)
         if join._throw and len(event.active) < len(rows):
-            raise RuntimeError(
-                "Detected at least one rank that exhausted inputs. Throwing across all ranks: " + _throw_text(event)
-            )
+            found = "Detected at least one rank that exhausted inputs. Throwing across all ranks"
+            raise RuntimeError(f"{found}: {active_text(event.active)}. {_THROW_HINT}")
         return event
 
     def __enter__(self) -> Join:
@@ -172,32 +173,24 @@ class Join:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Shadow the others until all have run out of data; after an exception, leave at once."""
-        if not self._enable:
-            return
-        for joinable in self._joinables:
+        for joinable in self._joinables if self._enable else ():
             joinable._join = None
-        if kind is not None:
+        if kind is not None or self._group is None:
             return
-        assert self._group is not None
         is_last_joiner = True
         while True:
             event, index = _read(post_row((False, 0, 0), self._group).wait())
             if not event.active:
                 break
             if self._throw:
-                raise RuntimeError(f"Rank {comm.rank(self._group)} exhausted all inputs: " + _throw_text(event))
+                found = f"Rank {comm.rank(self._group)} exhausted all inputs"
+                raise RuntimeError(f"{found}: {active_text(event.active)}. {_THROW_HINT}")
             is_last_joiner = False
             self._hooks[index].event = event
             self._hooks[index].main_hook()
         for hook in self._hooks:
             hook.post_hook(is_last_joiner)
         comm.destroy_group(self._group)
-
-
-def _throw_text(event: Event) -> str:
-    return (
-        f"{active_text(event.active)}. Leave out `throw_on_early_termination` to have the others shadow what they do."
-    )
 
 
 def _read(rows: list[list[int]]) -> tuple[Event, int]:
@@ -210,10 +203,8 @@ def _read(rows: list[list[int]]) -> tuple[Event, int]:
     return Event(active, kind), index
 
 
-# ---------------------------------------------------------------------- data parallelism
-
 FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
-"""The kinds of events: a backward under ``no_sync`` announces nothing, so joined ranks need not be told of it."""
+"""The kinds of events of data parallelism. A backward under ``no_sync`` announces nothing."""
 
 
 class DataParallelJoinHook(JoinHook):
@@ -226,12 +217,11 @@ class DataParallelJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Broadcast buffers, or reduce zeros through the registered hook."""
-        event = self.event
-        if event.kind == FORWARD_WITH_BUFFERS:
-            self._reducer.buffers.refresh(event.active[0])
-        elif event.kind == BACKWARD:
+        if self.event.kind == FORWARD_WITH_BUFFERS:
+            self._reducer.buffers.refresh(self.event.active[0])
+        elif self.event.kind == BACKWARD:
             if not self._by_world_size:
-                self._reducer.set_divisor(len(event.active))
+                self._reducer.set_divisor(len(self.event.active))
             self._reducer.shadow_backward()
 
     @torch.no_grad()

@@ -58,10 +58,9 @@ def on_cpu(value: Any) -> Any:
 
 
 def remove_padding(loader: Any) -> None:
-    """Have torch's `DistributedSampler` yield each index once, instead of repeating some to make shares equal.
+    """Have a loader's `DistributedSampler` yield each index once, instead of repeating some to make shares equal.
 
-    Ranks then differ by at most one sample, and so by at most one batch. With ``drop_last=True`` the user asked for
-    equal shares, and the sampler stays as it is. The sampler, or that of the batch sampler, is changed in place.
+    With ``drop_last=True`` the user asked for equal shares, and the sampler stays as it is.
     """
     for holder in (loader, getattr(loader, "batch_sampler", None)):
         sampler = getattr(holder, "sampler", None)

@@ -48,28 +48,19 @@ class LoaderContext:
 class JoinLoader:
     """Yields the batches of a loader, and emptied ones from when it has run out until every rank has run out.
 
-    The inner loader may be any iterable, with or without length; attributes that are not listed here are its own.
-
-    Attributes:
-        inner: the loader.
-        context: the run.
-        iterations: the number of iterations that were begun.
-        length: the number of batches on all ranks, as far as loaders say; None if some loader has no length.
-        latest: the latest real batch of this rank (or one of another rank), or only its structure; see `LoaderContext`.
-        needs_template: whether this rank has never seen a batch.
-        ended: whether the latest iteration has yielded all batches.
+    The inner loader may be any iterable, with or without length; all other attributes are its own.
     """
 
     __slots__ = ("context", "ended", "inner", "iterations", "latest", "length", "needs_template")
 
     def __init__(self, loader: Iterable[Any], context: LoaderContext) -> None:
         self.inner: Any = loader
-        self.iterations = 0
         self.context = context
-        self.latest: Any = None
-        self.needs_template = True
-        self.ended = False
-        self.length: int | None = None
+        self.iterations = 0  # that were begun
+        self.latest: Any = None  # the latest real batch of some rank, or only its structure; see `LoaderContext`
+        self.needs_template = True  # this rank has never seen a batch
+        self.ended = False  # the latest iteration has yielded all batches
+        self.length: int | None = None  # on all ranks; None if some loader has no length
         try:
             own_length: int | None = len(loader)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -107,9 +98,7 @@ class JoinLoader:
 
     def share_template(self, step: Step, batch: Any) -> None:
         """Send a batch of the lowest active rank to ranks that have never had one; collective."""
-        sent = None
-        if step.rank == step.first:
-            sent = on_cpu(batch if self.context.keep_batches() else emptied(batch))
+        sent = on_cpu(batch if self.context.keep_batches() else emptied(batch)) if step.rank == step.first else None
         received = comm.broadcast_object(sent, self.context.group, step.first)
         if self.needs_template:
             self.latest, self.needs_template = received, False
@@ -118,16 +107,14 @@ class JoinLoader:
 class StatefulJoinLoader(JoinLoader):
     """A `JoinLoader` over a loader that can resume: ranks stand at different positions, and all of them are saved.
 
-    Such a loader is not read ahead of the step that is running, since its state would be one batch too far; the
-    agreement is then awaited as soon as it is posted.
+    It is not read ahead, since its state would be one batch too far; agreements are awaited as soon as they are posted.
     """
 
     __slots__ = ("_exhausted", "_resumes_exhausted", "_unread")
 
     def __init__(self, loader: Iterable[Any], context: LoaderContext) -> None:
         super().__init__(loader, context)
-        self._exhausted = False
-        self._resumes_exhausted = False
+        self._exhausted = self._resumes_exhausted = False
         # States before batches that were handed out and not yet used, where the loop itself reads ahead (no length).
         self._unread: list[tuple[Any, bool]] = []
 
@@ -148,7 +135,7 @@ class StatefulJoinLoader(JoinLoader):
             yield batch
 
     def used(self) -> None:
-        """Take note that the oldest batch handed out is being used."""
+        """Note that the oldest batch handed out is being used."""
         if self._unread:
             self._unread.pop(0)
 
@@ -161,11 +148,7 @@ class StatefulJoinLoader(JoinLoader):
         return {"ranks": comm.all_gather_object(mine, self.context.group)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to this rank's position.
-
-        A rank that had run out yields nothing in the rest of that epoch, and begins the next one afresh; if all had,
-        all begin afresh.
-        """
+        """Go to this rank's position; one that had run out yields nothing until the next epoch, unless all had."""
         ranks = state.get("ranks")
         if not isinstance(ranks, list) or state.get("missing"):
             raise ValueError(

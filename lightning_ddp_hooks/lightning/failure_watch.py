@@ -27,9 +27,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.health.blocked import blocking_collective
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
-from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.health.heartbeat import Progress, blocking_collective
 from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 

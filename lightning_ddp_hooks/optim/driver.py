@@ -11,8 +11,8 @@ All calls are made on all ranks alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepContext, StepInHook
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook
 from lightning_ddp_hooks.optim.partial_step import replace_step
-from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep, StateDict
 from lightning_ddp_hooks.optim.sharding import ShardAssignment, bucket_bundles, refuse_diverging
-from lightning_ddp_hooks.optim.state import StateDict, optimizer_text
 from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
@@ -33,12 +32,7 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 class OptimizerDriver:
     """The optimizers of a training run, stepped in the hook or in two phases.
 
-    Args:
-        settings: What the user declared.
-        reducer: Reducer whose buckets carry the gradients; parameters are exchanged on its group between backwards.
-
-    Attributes:
-        has_hook: Whether `hook` has been asked for.
+    Parameters are exchanged on the reducer's group between backwards. ``has_hook``: whether `hook` has been called.
     """
 
     def __init__(self, settings: OptimizerInHook, reducer: Reducer) -> None:
@@ -46,23 +40,16 @@ class OptimizerDriver:
         self._reducer: Reducer | None = reducer
         self._parent = reducer.parent_group
         self._control_group: comm.ProcessGroup | None = reducer.control_group
-        self._shards = ShardAssignment()
-        if settings.shard:
-            self._shards = ShardAssignment(reducer.world_size, comm.rank(reducer.group))
+        sizes = (reducer.world_size, comm.rank(reducer.group)) if settings.shard else ()
+        self._shards = ShardAssignment(*sizes)
         self._steps: dict[int, ShardedStep] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._stepping = False
         self._overlapping = False
         self.has_hook = False
 
-    # ------------------------------------------------------------------ setup
-
     def hook(self, inner: CommHook | None) -> CommHook | None:
-        """Return the hook for the reducer: ``inner`` (None: the mean), with the step behind it if steps overlap.
-
-        Raises:
-            ValueError: The hook leaves ranks with different gradients, and the optimizer is sharded.
-        """
+        """Return the hook for the reducer: ``inner`` (None: the mean), with the step behind it if steps overlap."""
         self.has_hook = True
         if self.settings.shard:
             refuse_diverging(inner)
@@ -70,41 +57,38 @@ class OptimizerDriver:
             return inner
         reducer = self._reducer
         assert reducer is not None
-        context = StepContext(
-            step=self._step_now, backwards=lambda: reducer.synced_backwards, had_gradient=reducer.had_gradient
+        return StepInHook(
+            inner=inner,
+            settings=self.settings,
+            step=lambda: next(iter(self._steps.values()), None) if self._overlapping else None,
+            backwards=lambda: reducer.synced_backwards,
+            had_gradient=reducer.had_gradient,
         )
-        return StepInHook(inner=inner, settings=self.settings, context=context)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take over the steps of the optimizers; the objects stay what they are.
-
-        Raises:
-            ValueError: An optimizer cannot be stepped in parts or sharded, or there are several and steps overlap.
-        """
+        """Take over the steps of the optimizers; the objects stay what they are."""
         if self.settings.overlap and len(optimizers) != 1:
             raise ValueError(
                 f"`OptimizerInHook` steps one optimizer while gradients come, but there are {len(optimizers)}: use "
                 "`OptimizerInHook(shard=True, overlap=False)`."
             )
-        group = None if self._reducer is None or not self.settings.shard else self._reducer.group
-        if group is not None and self._reducer is not None:
+        group = None
+        if self._reducer is not None and self.settings.shard:
+            group = self._reducer.group
             names = dict(zip(map(id, self._reducer.params), self._reducer.names, strict=True))
-            check_same_on_all_ranks(
-                [],
-                {f"optimizer {n}": optimizer_text(optimizer, names) for n, optimizer in enumerate(optimizers)},
-                self._reducer.control_group,
-            )
-        self._give_back()
+            texts = {f"optimizer {n}": _describe(optimizer, names) for n, optimizer in enumerate(optimizers)}
+            check_same_on_all_ranks([], texts, self._reducer.control_group)
+        self._undo.close()
         self._steps.clear()
         for optimizer in optimizers:
             step = ShardedStep(optimizer, self._shards, group, self._bundles)
-            self._undo.append(replace_step(optimizer, partial(self._end_step, step)))
+            self._undo.callback(replace_step(optimizer, partial(self._end_step, step)))
             self._steps[id(optimizer)] = step
 
     @property
     def attached(self) -> bool:
         """Whether it has taken over the steps of some optimizers."""
-        return bool(self._undo)
+        return bool(self._steps) and self._reducer is not None
 
     @property
     def begun(self) -> bool:
@@ -119,18 +103,11 @@ class OptimizerDriver:
                 self._reducer.aborted_work = True  # broadcasts may be in flight on its group
             raise
 
-    def _give_back(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
     def _bundles(self) -> Sequence[Sequence[Tensor]]:
         """Return what is to stay together: a bucket's parameters, if one rank is to own them all."""
         if self._reducer is None or not self.settings.overlap or self.settings.shard_buckets:
             return ()
         return bucket_bundles(self._reducer)
-
-    # ------------------------------------------------------------------ each step
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -150,26 +127,20 @@ class OptimizerDriver:
         finally:
             self._overlapping = False
 
-    def _step_now(self) -> ShardedStep | None:
-        return next(iter(self._steps.values()), None) if self._overlapping else None
-
     def rollback(self) -> None:
         """Undo the steps that were made early: no rank had a loss."""
         for step in self._steps.values():
             step.rollback()
-
-    # ------------------------------------------------------------------ checkpoints, the end
 
     def state_dict(self, optimizer: Optimizer) -> StateDict:
         """Return an optimizer's state in plain form, whole on the first rank; collective, also after `close`."""
         step = self._steps.get(id(optimizer))
         if step is None:
             return optimizer.state_dict()
-        if self._control_group is not None:
-            return step.state_dict(self._control_group)
-        group = comm.new_group(self._parent, cpu=True)
+        group = self._control_group or comm.new_group(self._parent, cpu=True)
         state = step.state_dict(group)
-        comm.destroy_group(group)
+        if self._control_group is None:
+            comm.destroy_group(group)
         return state
 
     def load_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -182,7 +153,25 @@ class OptimizerDriver:
 
     def close(self) -> None:
         """Give the optimizers their own ``step`` back; `state_dict` works on."""
-        self._give_back()
+        self._undo.close()
         for step in self._steps.values():
             step.close()
         self._reducer = self._control_group = None
+
+
+def _describe(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    """Describe an optimizer, alike on ranks that have the same one; ``names`` are those of parameters, by id."""
+    groups = []
+    for group in optimizer.param_groups:
+        params = [names.get(id(param), f"{tuple(param.shape)} {param.dtype}") for param in group["params"]]
+        values = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+        groups.append((params, sorted(values.items())))
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__

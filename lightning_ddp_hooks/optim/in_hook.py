@@ -66,7 +66,6 @@ class OptimizerInHook:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        """Check each value, then their combination."""
         for name in ("shard", "interleaved", "shard_buckets", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {getattr(self, name)!r}.")
@@ -88,32 +87,21 @@ class OptimizerInHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepContext:
-    """What a step in the hook knows of the run that it is in.
-
-    Attributes:
-        step: Returns the step of the optimizer; None while gradients are only to be reduced.
-        backwards: Returns the number of synced backwards so far.
-        had_gradient: Tells whether this rank got a gradient in this backward.
-        on_torch_ddp: Whether torch's DDP runs the hook: all phases of a bucket run within one call, and parameters get
-            their owner when their bucket comes, since its layout is not known before.
-        bucket_done: Called with each bucket whose parameters have been updated on all ranks.
-    """
-
-    step: Callable[[], ShardedStep | None]
-    backwards: Callable[[], int]
-    had_gradient: Callable[[], bool] = lambda: True
-    on_torch_ddp: bool = False
-    bucket_done: Callable[[GradBucket], None] = lambda bucket: None
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepInHook(CommHook):
-    """A hook that steps the optimizer behind another hook (None: the plain mean)."""
+    """A hook that steps the optimizer behind another hook (None: the plain mean).
+
+    On torch's DDP all phases of a bucket run within one call, and parameters get their owner when their bucket comes,
+    since its layout is not known before.
+    """
 
     inner: CommHook | None
     settings: OptimizerInHook
-    context: StepContext = field(repr=False)
+    step: Callable[[], ShardedStep | None] = field(repr=False)  # None while gradients are only to be reduced
+    backwards: Callable[[], int] = field(repr=False)  # number of synced backwards so far
+    had_gradient: Callable[[], bool] = field(default=lambda: True, repr=False)  # of this rank, in this backward
+    on_torch_ddp: bool = field(default=False, repr=False)
+    # Called with each bucket whose parameters are updated on all ranks.
+    bucket_done: Callable[[GradBucket], None] = field(default=lambda bucket: None, repr=False)
 
     def replicas_differ_from(self) -> int | None:
         """Return what the inner hook says."""
@@ -121,8 +109,7 @@ class StepInHook(CommHook):
 
     def bind(self, context: BindContext) -> BoundHook:
         """Bind the inner hook."""
-        inner = None if self.inner is None else self.inner.bind(context)
-        return _BoundStep(inner, self.settings, self.context)
+        return _BoundStep(self, _BoundMean() if self.inner is None else self.inner.bind(context))
 
 
 class _BoundMean(PlainMean, BoundHook):
@@ -130,17 +117,16 @@ class _BoundMean(PlainMean, BoundHook):
 
 
 class _BoundStep(BoundHook):
-    def __init__(self, inner: BoundHook | None, settings: OptimizerInHook, context: StepContext) -> None:
-        self._inner = _BoundMean() if inner is None else inner
+    def __init__(self, declared: StepInHook, inner: BoundHook) -> None:
+        self._inner = inner
         self.name = self._inner.name
         self.takes_divided = self._inner.takes_divided
         self.one_at_a_time = self._inner.one_at_a_time
-        self.carries_tail = inner is None
-        self.keeps_state = True  # what was stepped before an error broke the backward off is not undone
-        self._settings = settings
-        self._context = context
+        self.keeps_state = True  # what was stepped before an error ended the backward is not undone
+        self._declared = declared
+        self._settings = declared.settings
         self._backward = self._last_index = -1
-        self._held: list[tuple[GradBucket, list[Tensor]]] = []
+        self._delayed: list[tuple[GradBucket, list[Tensor]]] = []
 
     def reduce(self, bucket: GradBucket) -> Phases:
         storage, gradients = bucket.buffer(), bucket.gradients()
@@ -153,26 +139,26 @@ class _BoundStep(BoundHook):
         if step is None or not step.begun:
             return storage
         due = [(bucket, gradients)]
-        if self._context.on_torch_ddp and not self._settings.interleaved:
-            self._held += due
-            due, self._held = (self._held, []) if bucket.is_last() else ([], self._held)
+        if self._declared.on_torch_ddp and not self._settings.interleaved:
+            self._delayed += due
+            due, self._delayed = (self._delayed, []) if bucket.is_last() else ([], self._delayed)
         elif not self._settings.interleaved:
             yield requests.EndOfBackward()
         yield requests.InOrder()
         for reduced, its_gradients in due:
             stepped = self._step(step, reduced, its_gradients)
-            yield from step.send(stepped, reduced.index())
-            self._context.bucket_done(reduced)
+            yield from step.shards.send(stepped, reduced.index())
+            self._declared.bucket_done(reduced)
         return storage
 
     def _begin_backward(self, index: int) -> ShardedStep | None:
         """Begin a step at the first bucket of a backward; return the step."""
-        step = self._context.step()
-        if self._backward != self._context.backwards() or index <= self._last_index:
-            self._backward = self._context.backwards()
-            self._held = []
+        step = self._declared.step()
+        if self._backward != self._declared.backwards() or index <= self._last_index:
+            self._backward = self._declared.backwards()
+            self._delayed = []
             if step is not None:
-                step.begin(tentative=not self._context.had_gradient())
+                step.begin(tentative=not self._declared.had_gradient())
         self._last_index = index
         return step
 
@@ -182,11 +168,9 @@ class _BoundStep(BoundHook):
             for param, name, gradient in zip(bucket.parameters(), bucket.names, gradients, strict=True)
             if name not in bucket.unused
         ]
-        if self._context.on_torch_ddp:
+        if self._declared.on_torch_ddp:
             step.assign(bucket.parameters(), apart=self._settings.shard_buckets)
         return step.early([param for param, _ in used], [gradient for _, gradient in used])
-
-    # ------------------------------------------------------------------ the inner hook's affairs
 
     def group_of(self, name: str, param: Tensor) -> Hashable:
         return self._inner.group_of(name, param)

@@ -1,8 +1,6 @@
-"""Steps some of an optimizer's parameters, with the optimizer's own ``step``.
+"""Steps some of an optimizer's parameters, with the optimizer's own ``step``: its groups hold only those meanwhile.
 
-An optimizer whose update of a parameter depends only on that parameter, its state and its group's values does the same
-whether it sees all parameters at once or some now and the others later. So for the time of a call its groups hold the
-wanted parameters only.
+The result is the same if the update of a parameter depends only on that parameter, its state and its group's values.
 
 [Note: one step in several calls] What belongs to the step and not to a parameter (a counter or a schedule in
 ``param_groups``, a number among the optimizer's attributes) must move on once for each step. So all calls but the last
@@ -22,13 +20,9 @@ from lightning_ddp_hooks import _compat
 
 
 class PartialStepper:
-    """An optimizer that can be stepped in parts.
+    """An optimizer that can be stepped in parts, below its step hooks and what a learning rate scheduler put on it.
 
-    Args:
-        optimizer: Optimizer whose ``step`` is used, below its step hooks and what a learning rate scheduler put on it.
-
-    Attributes:
-        advances: Whether values of the groups (or numbers among its attributes) change by stepping.
+    ``advances``: whether values of its groups, or numbers among its attributes, change by stepping.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -57,17 +51,15 @@ class PartialStepper:
         parts: dict[int, list[Tensor]] = {}
         for param in params:
             parts.setdefault(self._group_of[param], []).append(param)
-        if last and self.advances:
-            for position in range(len(groups)):
-                parts.setdefault(position, [])
-        if not parts:
+        positions = range(len(groups)) if last and self.advances else sorted(parts)
+        if not positions:
             return
-        chosen = [groups[position] for position in sorted(parts)]
+        chosen = [groups[position] for position in positions]
         whole = [group["params"] for group in chosen]
         restore = _restorer(self.optimizer, chosen) if self.advances and not last else None
         try:
-            for position, group in zip(sorted(parts), chosen, strict=True):
-                group["params"] = parts[position]
+            for position, group in zip(positions, chosen, strict=True):
+                group["params"] = parts.get(position, [])
             self.optimizer.param_groups = chosen
             with _compat.span("ldh::optimizer_step"):
                 self._step(self.optimizer, **(arguments or {}))
@@ -80,7 +72,7 @@ class PartialStepper:
 
 
 def _restorer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Callable[[], None]:
-    """Return what brings all that groups and optimizer hold beside parameters back to what it is now."""
+    """Return what brings back all that groups and optimizer now hold beside parameters."""
     numbers, values = numbers_of(optimizer), [values_of(group) for group in groups]
 
     def restore() -> None:
@@ -101,9 +93,8 @@ def _restorer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Callable[[]
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's values without its parameters; tensors are copied."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
+    own = {name: value for name, value in group.items() if name != "params"}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in own.items()}
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -113,20 +104,22 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     return numbers
 
 
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss of a step's closure, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def replace_step(optimizer: Optimizer, update: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
     """Have ``optimizer.step(closure, **arguments)`` run the closure and then ``update(arguments)``; return an undo.
 
     Step hooks fire around the whole, once for each step; schedulers of learning rates see that a step was made.
-
-    Raises:
-        ValueError: Somebody else has replaced ``step`` of this object.
     """
 
     def step(_: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         update(arguments)
         return loss
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
-from lightning_ddp_hooks.averaging.bound import BoundAverager
-from lightning_ddp_hooks.averaging.optimizer_state import optimizer_params
+from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.join.context import Join
 from lightning_ddp_hooks.optim.sharded_optimizer import JoinableOptimizer
 
@@ -117,14 +116,11 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
     def _may_step(self) -> bool:
         """Do what a GradScaler leaves to us: unscale, and tell whether the gradients are finite."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
         if scale is not None:
-            factor = scale.reciprocal()
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_(factor.to(param.grad.device))
-        return found_inf is None or not bool(found_inf)
+            for param in optimizer_params(self):
+                if param.grad is not None:
+                    param.grad.mul_(scale.reciprocal().to(param.grad.device))
+        return not bool(getattr(self, "found_inf", False))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -156,8 +152,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         self.optim.load_state_dict(own)
         if "averager" in state_dict:
             self.averager.load_state_dict(state_dict["averager"])
-        elif "step" in state_dict:
-            self.averager.step = int(state_dict["step"])
-        else:
+            return
+        if "step" not in state_dict:
             warnings.warn("The state holds no step of a model averager; it begins at step 0.", stacklevel=2)
-            self.averager.step = 0
+        self.averager.step = int(state_dict.get("step", 0))

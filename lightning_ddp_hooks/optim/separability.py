@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.optim.partial_step import PartialStepper, numbers_of, values_of
 
 _STEPS = 6
@@ -30,13 +31,9 @@ _WRAPS = {"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer", "ShardedOptimizer"
 
 
 def check_separable(optimizer: Optimizer, stepper: PartialStepper, *, sharded: bool) -> None:
-    """Make sure that an optimizer can be stepped in parts, and learn whether its groups change by stepping.
+    """Raise ValueError unless an optimizer can be stepped in parts; set ``stepper.advances``.
 
-    The optimizer stays as it is; ``stepper.advances`` is set. ``sharded``: ranks are to hold parts of its state.
-
-    Raises:
-        ValueError: It needs a closure, its update of a parameter depends on other parameters, or it is not one
-            optimizer but a wrapper.
+    ``sharded``: ranks are to hold parts of its state.
     """
     name = type(optimizer).__name__
     if name in _WRAPS or "param_groups" not in vars(optimizer):
@@ -53,14 +50,12 @@ def check_separable(optimizer: Optimizer, stepper: PartialStepper, *, sharded: b
             f"{name} has methods `train` and `eval` that change parameters by its state, which no rank has whole when "
             "it is sharded: use `OptimizerInHook(shard=False)`, or the optimizer as it is."
         )
-    crosses = name in _CROSSES_PARAMETERS
-    if not crosses:
-        try:
-            crosses, stepper.advances = _try_out(optimizer)
-        except _NoTrialError:
-            if not type(optimizer).__module__.startswith("torch."):
-                _warn_untried(name)
-            return
+    try:
+        crosses, stepper.advances = (True, True) if name in _CROSSES_PARAMETERS else _try_out(optimizer)
+    except _NoTrialError:
+        if not type(optimizer).__module__.startswith("torch."):
+            _warn_untried(name)
+        return
     if crosses:
         raise ValueError(
             f"{name} cannot be stepped in parts or sharded: its update of a parameter depends on other parameters (a "
@@ -83,19 +78,16 @@ def _warn_untried(name: str) -> None:
 
 
 def _requires_closure(optimizer: Optimizer) -> bool:
-    step = inspect.unwrap(type(optimizer).step)
-    parameters = list(inspect.signature(step).parameters.values())[1:]
-    return any(parameter.name == "closure" and parameter.default is parameter.empty for parameter in parameters)
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether parameters depend on each other, and whether values of the groups advance."""
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    first = next(optimizer_params(optimizer), None)
     if first is None:
         raise _NoTrialError
-    device = first.device
-    devices = [] if device.type == "cpu" else [device]
-    kind = device.type if devices else "cuda"
+    devices, kind = ([], "cuda") if first.is_cpu else ([first.device], first.device.type)
     with torch.random.fork_rng(devices, device_type=kind), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = _Trial(optimizer)
@@ -152,13 +144,12 @@ def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
     """Copy an optimizer with small parameters in the place of its own, and without state."""
     generator = torch.Generator().manual_seed(1)
     nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32))
-    memo: dict[int, Any] = {id(param): nothing for group in optimizer.param_groups for param in group["params"]}
+    memo: dict[int, Any] = {id(param): nothing for param in optimizer_params(optimizer)}
     groups: list[dict[str, Any]] = []
     params: list[Tensor] = []
     for group in optimizer.param_groups[:_GROUPS]:
-        chosen = [param for param in group["params"] if param.numel()][:2]
         small = []
-        for param in chosen:
+        for param in [param for param in group["params"] if param.numel()][:2]:
             shape = [min(size, 3) for size in param.shape]
             values = torch.randn(shape, generator=generator, dtype=torch.float32).mul_(1e-2)
             small.append(torch.nn.Parameter(values.to(param.dtype).to(param.device)))
@@ -181,10 +172,9 @@ def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
     for param, entries in states.items():  # some optimizers make their state when they are made
         if not isinstance(param, Tensor):
             clone.state[param] = copy.deepcopy(entries)
-            continue
-        if memo.get(id(param), nothing) is not nothing:
-            clone.state[memo[id(param)]] = {
-                name: torch.zeros_like(memo[id(param)])
+        elif (copied := memo.get(id(param), nothing)) is not nothing:
+            clone.state[copied] = {
+                name: torch.zeros_like(copied)
                 if isinstance(value, Tensor) and value.shape == param.shape and value.dim()
                 else copy.deepcopy(value)
                 for name, value in entries.items()

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
-from lightning_ddp_hooks.optim.sharded_step import ShardedStep
+from lightning_ddp_hooks.optim.partial_step import evaluate
+from lightning_ddp_hooks.optim.sharded_step import ShardedStep, StateDict
 from lightning_ddp_hooks.optim.sharding import ShardAssignment
-from lightning_ddp_hooks.optim.state import StateDict
 from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 
 
@@ -28,11 +28,7 @@ class JoinableOptimizer(Optimizer, Joinable):
         """Do this rank's part of a step of the others."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data; for `Join`.
-
-        Args:
-            **kwargs: Not used.
-        """
+        """Return what this rank does once it has run out of data; for `Join`."""
         return _StepOn(self)
 
     @property
@@ -142,8 +138,6 @@ class ShardedOptimizer(JoinableOptimizer):
         """Refuse to be copied: process groups cannot be."""
         raise TypeError("ShardedOptimizer cannot be copied or pickled: save what `state_dict` returns.")
 
-    # ------------------------------------------------------------------ steps
-
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step this rank's parameters, and exchange all; collective.
 
@@ -154,10 +148,7 @@ class ShardedOptimizer(JoinableOptimizer):
         Returns:
             What the closure returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         Join.notify(self)
         self._finish(kwargs)
         return loss
@@ -177,8 +168,6 @@ class ShardedOptimizer(JoinableOptimizer):
             return
         self.optim.add_param_group(param_group)
         self._share()
-
-    # ------------------------------------------------------------------ state
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank's host, one owner after the other; collective.
@@ -213,8 +202,6 @@ class ShardedOptimizer(JoinableOptimizer):
         self.sharded_step.load_state_dict(state_dict)
         self.sharded_step.version += 1
         self._share()
-
-    # ------------------------------------------------------------------ uneven inputs, the end
 
     @property
     def in_join(self) -> bool:

@@ -10,7 +10,7 @@ have no owner yet. So the sum of both is a whole step whatever happened before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.optim.partial_step import PartialStepper
 from lightning_ddp_hooks.optim.separability import check_separable
 from lightning_ddp_hooks.optim.sharding import ShardAssignment
-from lightning_ddp_hooks.optim.state import StateDict, gathered_state, part_of
 from lightning_ddp_hooks.reducer.queue import carry_out
-from lightning_ddp_hooks.reducer.requests import Request
+
+StateDict = dict[str, Any]
+"""State of an optimizer in plain form: ``{"state": {position of a parameter: {...}}, "param_groups": [...]}``."""
 
 
 class ShardedStep:
@@ -34,13 +36,6 @@ class ShardedStep:
         shards: Owners of the parameters; other optimizers may have the same.
         group: Ranks that share it, on which `rest` exchanges parameters; None if each rank steps all of them.
         bundles: Returns parameters that are better owned by one rank, such as those of a bucket.
-
-    Attributes:
-        begun: Whether a step in parts has begun and not ended.
-        version: Number that changes with each step.
-
-    Raises:
-        ValueError: The optimizer cannot be stepped in parts; names it.
     """
 
     def __init__(
@@ -51,24 +46,17 @@ class ShardedStep:
         bundles: Callable[[], Sequence[Sequence[Tensor]]] = tuple,
     ) -> None:
         self.optimizer = optimizer
-        self.begun = False
-        self.version = 0
+        self.begun = False  # a step in parts, which has not ended
+        self.version = 0  # changes with each step
         self.bundles = bundles
         self._group = group
         self._sharded = group is not None
-        self._shards = shards
+        self.shards = shards
         self._stepper = PartialStepper(optimizer)
         check_separable(optimizer, self._stepper, sharded=self._sharded)
         self._done: set[Tensor] = set()
         self._undo: list[Callable[[], None]] | None = None
         self._unclaimed: StateDict | None = None
-
-    def params(self) -> Iterator[Tensor]:
-        """Return the optimizer's parameters in their order."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
-
-    # ------------------------------------------------------------------ a step in parts
 
     def begin(self, *, tentative: bool = False) -> None:
         """Begin a step in parts; a tentative one can be rolled back, since it may turn out that no rank had a loss."""
@@ -86,25 +74,22 @@ class ShardedStep:
     def assign_all(self) -> None:
         """Give an owner to each parameter that has none."""
         self._stepper.notice_groups()
-        if all(map(self._shards.has, self.params())):
-            return
-        together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
-        self._assign([*self._fit(together), *([param] for param in self.params())])
+        params = list(optimizer_params(self.optimizer))
+        if not all(map(self.shards.has, params)):
+            together = [[param for param in bundle if self._stepper.has(param)] for bundle in self.bundles()]
+            self._assign([*self._fit(together), *([param] for param in params)])
 
     def early(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Step those parameters of a bucket that this rank owns, with reduced gradients.
 
         Returns those that some rank has stepped: all but what is not the optimizer's, or has no owner yet.
         """
-        stepped, own = [], []
-        for param, gradient in zip(params, gradients, strict=True):
-            if self._stepper.has(param) and self._shards.has(param):
-                stepped.append(param)
-                if self._shards.is_own(param):
-                    own.append((param, gradient))
+        stepped = [param for param in params if self._stepper.has(param) and self.shards.has(param)]
         self._done.update(stepped)
         if self._undo is not None:
             self._undo += [_restorer(self.optimizer, param) for param in stepped]
+        pairs = zip(params, gradients, strict=True)
+        own = [(p, gradient) for p, gradient in pairs if self._stepper.has(p) and self.shards.is_own(p)]
         before = [param.grad for param, _ in own]
         for param, gradient in own:
             param.grad = gradient
@@ -115,22 +100,15 @@ class ShardedStep:
                 param.grad = gradient_before
         return stepped
 
-    def send(self, params: Sequence[Tensor], key: int) -> Generator[Request, Any, None]:
-        """Request what brings parameters from their owners to all ranks; nothing where each rank steps them all."""
-        if self._shards.world_size > 1:
-            yield from self._shards.send(params, key)
-
     def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""
         for restore in self._undo or ():
             restore()
         self._end()
 
-    # ------------------------------------------------------------------ the rest, or all at once
-
     def left(self) -> list[Tensor]:
         """Return the parameters that have a gradient and were not stepped early."""
-        return [param for param in self.params() if param.grad is not None and param not in self._done]
+        return [p for p in optimizer_params(self.optimizer) if p.grad is not None and p not in self._done]
 
     @torch.no_grad()
     def rest(self, arguments: Mapping[str, Any] | None = None) -> None:
@@ -138,9 +116,9 @@ class ShardedStep:
         left = self.left()
         self.assign_all()
         self.version += 1
-        self._stepper.run(filter(self._shards.is_own, left), last=True, arguments=arguments)
+        self._stepper.run(filter(self.shards.is_own, left), last=True, arguments=arguments)
         if self._group is not None:
-            carry_out(self.send(left, key=-1), self._group)
+            carry_out(self.shards.send(left, key=-1), self._group)
         self._end()
 
     def _end(self) -> None:
@@ -149,67 +127,87 @@ class ShardedStep:
         self._undo = None
 
     def _assign(self, bundles: Sequence[Sequence[Tensor]]) -> None:
-        fresh = self._shards.assign(bundles)
+        fresh = self.shards.assign(bundles)
         for param in fresh:
-            if not self._shards.is_own(param):  # some optimizers make their state when they are made
+            if not self.shards.is_own(param):  # some optimizers make their state when they are made
                 self.optimizer.state.pop(param, None)
-        if self._unclaimed is not None and fresh:
-            self._load_unclaimed(self._unclaimed)
+        if self._unclaimed is not None and fresh:  # it was loaded before its parameters had owners
+            now, unclaimed = self.optimizer.state_dict(), self._unclaimed
+            found = self._part_of(unclaimed, self.shards.is_own)
+            self.optimizer.load_state_dict({**now, "state": {**found, **now["state"]}})
+            self._keep_unclaimed(unclaimed)
 
     def _fit(self, bundles: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
         """Take those bundles apart that are larger than a rank's share of the whole."""
-        share = sum(param.numel() for param in self.params()) / self._shards.world_size
+        share = sum(param.numel() for param in optimizer_params(self.optimizer)) / self.shards.world_size
         fitting: list[Sequence[Tensor]] = []
         for bundle in bundles:
-            too_large = sum(param.numel() for param in bundle) > share
-            fitting += [[param] for param in bundle] if too_large else [bundle]
+            fits = sum(param.numel() for param in bundle) <= share
+            fitting += [bundle] if fits else [[param] for param in bundle]
         return fitting
 
     def close(self) -> None:
         """Let go of the group and of memory for sending; `state_dict` and `load_state_dict` work on."""
         self._group = None
-        self._shards.workspace.clear()
-
-    # ------------------------------------------------------------------ state
+        self.shards.workspace.clear()
 
     def state_dict(self, control_group: comm.ProcessGroup, to: int = 0) -> StateDict:
-        """Return the state in the plain form, whole on rank ``to``; collective, see `gathered_state`."""
+        """Return the state in plain form, whole on the host of rank ``to`` and empty elsewhere; collective.
+
+        Owners send their state one after the other, and the first rank that of parameters without owner.
+        """
+        plain, here = self.optimizer.state_dict(), comm.rank(control_group)
         if not self._sharded:
-            return self.optimizer.state_dict()
-        first = comm.rank(control_group) == 0
-        whole = gathered_state(
-            self.optimizer,
-            lambda param: self._shards.is_own(param) if self._shards.has(param) else first,
-            control_group,
-            to,
-        )
-        if self._unclaimed is not None and comm.rank(control_group) == to:
-            whole["state"] = {**self._unclaimed["state"], **whole["state"]}
-        return whole
+            return plain
+        own = self._part_of(plain, lambda p: self.shards.is_own(p) if self.shards.has(p) else here == 0)
+        if here != to:  # what belongs to no parameter is the same everywhere
+            own = {key: value for key, value in own.items() if isinstance(key, int)}
+        whole: dict[Any, Any] = {}
+        for rank in range(comm.world_size(control_group)):
+            part = _on_host(own) if rank == here else None
+            if rank != to:
+                part = comm.broadcast_object(part, control_group, rank)
+            if here == to:
+                whole.update(part or {})
+        keys = sorted(whole, key=lambda key: (not isinstance(key, int), key if isinstance(key, int) else str(key)))
+        state = {key: whole[key] for key in keys}
+        if self._unclaimed is not None and here == to:
+            state = {**self._unclaimed["state"], **state}
+        return {**plain, "state": state}
 
     def load_state_dict(self, plain: Mapping[str, Any]) -> None:
-        """Take up a whole state in plain form, and keep this rank's part; the rest never reaches the device.
+        """Take up a whole state in plain form; of it only this rank's part reaches the device.
 
         State of parameters that have no owner yet is kept as it is given until they have one.
         """
         if not self._sharded:
             self.optimizer.load_state_dict(dict(plain))
         else:
-            own = part_of(plain, self.optimizer, self._shards.is_own)
+            own = self._part_of(plain, self.shards.is_own)
             self.optimizer.load_state_dict({**plain, "state": own})
             self._keep_unclaimed(plain)
         self._stepper.notice_groups()
 
-    def _load_unclaimed(self, unclaimed: StateDict) -> None:
-        """Load what was loaded before its parameters had owners."""
-        now = self.optimizer.state_dict()
-        found = part_of(unclaimed, self.optimizer, self._shards.is_own)
-        self.optimizer.load_state_dict({**now, "state": {**found, **now["state"]}})
-        self._keep_unclaimed(unclaimed)
-
     def _keep_unclaimed(self, plain: Mapping[str, Any]) -> None:
-        left = part_of(plain, self.optimizer, lambda param: not self._shards.has(param))
+        left = self._part_of(plain, lambda param: not self.shards.has(param))
         self._unclaimed = {**plain, "state": left} if any(isinstance(key, int) for key in left) else None
+
+    def _part_of(self, plain: Mapping[str, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
+        """Return the state of the wanted parameters, and what belongs to no parameter, by their keys in plain form."""
+        params = list(optimizer_params(self.optimizer))
+        return {
+            key: value
+            for key, value in plain["state"].items()
+            if not isinstance(key, int) or (key < len(params) and wanted(params[key]))
+        }
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_cpu else value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(entry) for key, entry in value.items()}
+    return type(value)(map(_on_host, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _restorer(optimizer: Optimizer, param: Tensor) -> Callable[[], None]:

@@ -22,13 +22,11 @@ _DIRECT_NUMEL = 16384
 
 
 def partition(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Hand each item to a rank so that the ranks carry about the same: the largest first, each to the least loaded.
+    """Return a rank for each item, so that the ranks' loads are about the same; ``loads`` is what they carry already.
 
-    The heaviest rank carries at most 4/3 of what it would in the best partition (Graham, "Bounds on multiprocessing
-    timing anomalies", 1969). Equal items are taken in their order, and of equally loaded ranks the lowest, so that all
-    ranks come to the same.
-
-    ``sizes`` and ``loads``, what each rank carries already, are in elements; the result is the rank of each item.
+    The largest item goes first, each to the least loaded rank, so that the heaviest rank carries at most 4/3 of what it
+    would in the best partition (Graham, "Bounds on multiprocessing timing anomalies", 1969). All ranks come to the
+    same: equal items are taken in their order, and of equally loaded ranks the lowest.
     """
     carried = list(loads)
     ranks = [0] * len(sizes)
@@ -42,12 +40,7 @@ def partition(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
 class ShardAssignment:
     """The rank that owns each parameter; once assigned, it stays, since the optimizer state lies there.
 
-    Args:
-        world_size: Number of ranks that share the parameters; 1 if each rank steps them all.
-        rank: This rank.
-
-    Attributes:
-        workspace: Memory that small parameters travel in; may be cleared between two steps.
+    With a ``world_size`` of 1 each rank steps all parameters.
     """
 
     def __init__(self, world_size: int = 1, rank: int = 0) -> None:
@@ -55,7 +48,7 @@ class ShardAssignment:
         self.rank = rank
         self._loads = [0] * world_size
         self._owners: dict[Tensor, int] = {}
-        self.workspace = Workspace()
+        self.workspace = Workspace()  # for small parameters that are sent; may be cleared between two steps
 
     def has(self, param: Tensor) -> bool:
         """Tell whether the parameter has an owner."""
@@ -70,18 +63,14 @@ class ShardAssignment:
         return self.has(param) and self.owner(param) == self.rank
 
     def assign(self, bundles: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-        """Give an owner to each parameter that has none; return those. The same call on all ranks.
-
-        Parameters of one bundle, such as those of one bucket, get the same owner.
-        """
+        """Give an owner to each parameter that has none, the same to a whole bundle; return those parameters."""
         if self.world_size == 1:
             return []
         fresh: list[list[Tensor]] = []
-        seen: set[Tensor] = set()
+        seen = set(self._owners)
         for bundle in bundles:
-            new = [param for param in bundle if param not in self._owners and param not in seen]
-            seen.update(new)
-            if new:
+            if new := [param for param in bundle if param not in seen]:
+                seen.update(new)
                 fresh.append(new)
         sizes = [sum(param.numel() for param in bundle) for bundle in fresh]
         for bundle, size, rank in zip(fresh, sizes, partition(sizes, self._loads), strict=True):
@@ -90,16 +79,15 @@ class ShardAssignment:
         return [param for bundle in fresh for param in bundle]
 
     def send(self, params: Iterable[Tensor], key: Hashable) -> Generator[Request, Any, None]:
-        """Request what brings each parameter from its owner to all others, and put it in place.
+        """Request what brings each parameter from its owner to all others, if it has one; ``key`` names the exchange.
 
-        Large parameters travel as they lie in memory; small ones of one owner and dtype travel together. They come in
-        the same order on all ranks; ``key`` tells exchanges apart that are in flight at the same time.
+        Large parameters travel as they lie in memory; small ones of one owner and dtype travel together.
         """
         broadcasts: list[Request] = []
         received: list[tuple[list[Tensor], list[Tensor]]] = []
         small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
         with _compat.span("ldh::exchange_parameters"):
-            for param in params:
+            for param in params if self.world_size > 1 else ():
                 owner = self.owner(param)
                 tensor = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
                 if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous():
@@ -122,13 +110,9 @@ class ShardAssignment:
 
 def bucket_bundles(reducer: Reducer) -> Sequence[Sequence[Tensor]]:
     """Return the parameters of each bucket as it is laid out now; they are better owned by one rank."""
-    params = reducer.params
     layout = reducer.stats()["bucket_param_indices"]
     assert isinstance(layout, list)
-    return [[params[index] for index in indices] for indices in layout]
-
-
-# ---------------------------------------------------------------------- hooks that a sharded optimizer cannot follow
+    return [[reducer.params[index] for index in indices] for indices in layout]
 
 
 def diverging_part(hook: CommHook | None) -> str | None:
@@ -138,26 +122,23 @@ def diverging_part(hook: CommHook | None) -> str | None:
 
 def sharding_problem(hook: CommHook | None) -> str | None:
     """Say why a sharded optimizer does not go with a hook; None if it does."""
-    part = next(iter(_diverging_parts(hook)), None)
-    if part is None:
+    parts = _diverging_parts(hook)
+    if not parts:
         return None
+    part, says_so = parts[0], _says_so(parts[0])
     text = (
-        f"Communication hook {_name(part)} {'leaves' if _says_so(part) else 'may leave'} ranks with different "
-        "gradients, but a sharded optimizer steps each parameter on one rank for all: use "
-        "`OptimizerInHook(shard=False)`, or another hook."
+        f"Communication hook {_name(part)} {'leaves' if says_so else 'may leave'} ranks with different gradients, but "
+        "a sharded optimizer steps each parameter on one rank for all: use `OptimizerInHook(shard=False)`, or another "
+        "hook."
     )
-    if _says_so(part):
+    if says_so:
         return text
     where = "a subclass of TorchHook for it" if isinstance(part, TorchHook) else "its class"
     return f"{text} If every rank gets the same result, override `replicas_differ_from` in {where} to return None."
 
 
 def refuse_diverging(hook: CommHook | None) -> None:
-    """Make sure that a hook gives all ranks the same gradients.
-
-    Raises:
-        ValueError: It does not, or a part of it, or it is a user's own and does not say; names it.
-    """
+    """Raise ValueError unless a hook, and each part of it, says that it gives all ranks the same gradients."""
     if (text := sharding_problem(hook)) is not None:
         raise ValueError(text)
 

@@ -13,7 +13,7 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
-from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepContext, StepInHook
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook
 from lightning_ddp_hooks.optim.sharded_optimizer import ShardedOptimizer
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep
 from lightning_ddp_hooks.optim.sharding import bucket_bundles, refuse_diverging
@@ -65,12 +65,6 @@ def hook_with_zero_step_interleaved(
     Reductions and broadcasts of parameters take turns, which suits networks that are fast beside the computation.
     Arguments, result and errors are those of `hook_with_zero_step`.
 
-    Args:
-        hook: Reduces the gradients.
-        ddp: Wrapper that trains the model.
-        zero: Optimizer that was made with ``overlap_with_ddp=True``.
-        shard_buckets: Whether to share the parameters of a bucket among several ranks.
-
     Example:
         >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
     """
@@ -94,7 +88,12 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
     parent = reducer.parent_group if isinstance(reducer, Reducer) else ddp.process_group
     if comm.global_ranks(parent) != comm.global_ranks(zero.process_group):
         raise ValueError("`ddp` and `zero` have different process groups: give both the same.")
-    declare = _declaration(hook)
+    is_function = callable(hook) and not isinstance(hook, (CommHook, type))
+    declared = None if is_function else resolve_hook(hook)
+
+    def declare(state: Any) -> CommHook | None:
+        return TorchHook(hook=hook, state=state) if is_function else declared
+
     refuse_diverging(declare(None))
     if isinstance(reducer, Reducer):
         made = _on_our_reducer(declare, ddp, reducer, zero, settings)
@@ -104,26 +103,21 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
     return made
 
 
-def _declaration(hook: Any) -> _Declare:
-    """Return what makes a declaration of the hook and of the state that it is registered with."""
-    if callable(hook) and not isinstance(hook, (CommHook, type)):
-        return lambda state: TorchHook(hook=hook, state=state)
-    declared = resolve_hook(hook)
-    return lambda state: declared
-
-
 def _on_our_reducer(
     declare: _Declare, ddp: Any, reducer: Reducer, zero: ShardedOptimizer, settings: OptimizerInHook
 ) -> ZeroHook:
     if not settings.shard_buckets:
         zero.sharded_step.bundles = lambda: bucket_bundles(reducer)
     ending = _Ending(ddp, reducer, zero)
-    context = StepContext(
-        step=ending.next_step, backwards=lambda: reducer.synced_backwards, bucket_done=lambda bucket: ending.schedule()
-    )
 
     def as_comm_hook(state: Any) -> CommHook:
-        return StepInHook(inner=declare(state), settings=settings, context=context)
+        return StepInHook(
+            inner=declare(state),
+            settings=settings,
+            step=ending.next_step,
+            backwards=lambda: reducer.synced_backwards,
+            bucket_done=lambda bucket: ending.schedule(),
+        )
 
     def zero_step_hook(state: Any, bucket: Any) -> Any:
         raise RuntimeError("This hook works only in the DataParallel that it was made for: `ddp.register_comm_hook`.")
@@ -192,10 +186,14 @@ def _on_torch_ddp(
 
     def zero_step_hook(state: Any, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
         if not states:
-            context = StepContext(
-                step=next_step, backwards=lambda: states[0].steps, on_torch_ddp=True, bucket_done=bucket_done
+            hook = StepInHook(
+                inner=declare(state),
+                settings=settings,
+                step=next_step,
+                backwards=lambda: states[0].steps,
+                on_torch_ddp=True,
+                bucket_done=bucket_done,
             )
-            hook = StepInHook(inner=declare(state), settings=settings, context=context)
             states.append(TorchDDPState(hook, ddp.process_group, module=ddp.module))
         return run_on_torch_ddp(states[0], bucket)
 

@@ -1,8 +1,4 @@
-"""Find out on which rank a gradient is infinite or not a number, before a sum makes it so on all of them.
-
-The reducer has the guard `look` at each bucket before it is sent, and `look_at` a gradient that is in no bucket. Where
-gradients are used without being reduced, the trainer calls `look_at_all`. After the backward `check` tells all ranks.
-"""
+"""Whether gradients are finite and replicas alike: checks over the ranks, at little cost."""
 
 from __future__ import annotations
 
@@ -12,19 +8,22 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NonfiniteGuard:
-    """Looks at this rank's own gradients, without waiting for the device, until `check` reports.
+    """Finds out on which rank a gradient is infinite or not a number, before a sum makes it so on all of them.
 
+    It looks at this rank's own gradients, without waiting for the device, until `check` reports over a CPU group.
     On the CPU one sum over each bucket is enough, since a bad gradient can be searched for at once. On other devices
-    the bucket is overwritten before the host knows the sum, so each gradient's own sum is kept. ``group`` is a CPU
-    group; ``order`` says in which order gradients become ready, if that is known.
+    the bucket is overwritten before the host knows the sum, so each gradient's own sum is kept.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:
-        self.order: Sequence[str] = ()
+        self.order: Sequence[str] = ()  # in which gradients become ready, if that is known
         self._group = group
         self._seen: list[tuple[Sequence[str], Tensor]] = []
 
@@ -56,20 +55,14 @@ class NonfiniteGuard:
             self._seen.append((names, torch.stack(_compat.foreach_abs_sum(real, _wide(real[0].dtype)))))
 
     def check(self, step: int) -> None:
-        """Tell all ranks what was seen since the last check; a collective call.
-
-        Raises:
-            RuntimeError: on every rank, if a gradient of any rank was not finite; names those ranks, and for each the
-                first parameter in the order of its backward.
-        """
+        """Raise on all ranks if a gradient of some rank was not finite since the last check; collective."""
         seen, self._seen = self._seen, []
         sums = [torch.isfinite(sums).to(seen[0][1].device) for _, sums in seen]
         finite = torch.cat(sums).tolist() if sums else []
         names = [name for part, _ in seen for name in part]
         found = list(dict.fromkeys(name for name, flag in zip(names, finite, strict=True) if not flag))
-        if found and self.order:
-            places = {name: place for place, name in enumerate(self.order)}
-            found.sort(key=lambda name: places.get(name, len(places)))
+        places = {name: place for place, name in enumerate(self.order)}
+        found.sort(key=lambda name: places.get(name, len(places)))
         if not int(comm.reduce_in_place(torch.tensor([len(found)]), "sum", self._group)):
             return
         lines = []
@@ -89,3 +82,33 @@ class NonfiniteGuard:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to sum in, so that only sums beyond 1e38 of values that are finite would mislead."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def check_replicas(names: Sequence[str], params: Sequence[Tensor], group: comm.ProcessGroup, when: str) -> None:
+    """Raise on all ranks if their parameters differ; collective over a CPU group.
+
+    Each parameter's bits are summed as integers, which reads the memory once and waits for the device once. Ranks then
+    exchange one number, and only if that differs the sum of each parameter. Two changes that cancel out exactly within
+    one parameter go unnoticed.
+    """
+    sums = [_sum_of_bits(param.detach()) for param in params]
+    digests = [int(value) for value in torch.stack([s.to(sums[0].device) for s in sums]).tolist()] if sums else []
+    mixed = torch.tensor([hash(tuple(digests))])
+    if len({int(other) for other in comm.all_gather(mixed, group)}) == 1:
+        return
+    of_ranks = comm.all_gather_object(digests, group)
+    different = [index for index in range(len(names)) if len({digests[index] for digests in of_ranks}) > 1]
+    first, sides = different[0], dict[int, list[int]]()
+    for rank, digests in enumerate(of_ranks):
+        sides.setdefault(digests[first], []).append(rank)
+    raise RuntimeError(
+        f"The ranks' parameters have drifted apart {when}: {names[first]!r} differs between "
+        f"{' and '.join(map(ranks_text, sides.values()))} ({len(different)} of {len(names)} parameters differ). "
+        "Something changes them on some ranks only: a condition on the rank, a seed of its own, a failed device, or an "
+        "optimizer with other settings."
+    )
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
