@@ -199,7 +199,7 @@ class BackwardEnd:
             slot = in_flight.buckets[-1].status_slot
             assert slot is not None
             self._writer.write(slot, mismatch=mismatch, loss=loss)
-            if in_flight.launched_by_engine and complete and not aborted:
+            if in_flight.launched_by_engine and complete and aborted is None:
                 read, copied = in_flight.finish_by_engine(), True
             else:
                 if in_flight.launched_by_engine:

@@ -149,8 +149,16 @@ class PythonEngine:
         def aborted() -> None:
             if (engine := own()) is not None:
                 engine.callback_queued, engine.aborted = False, True
+                engine._take_gradients_out()
 
         EndOfBackward(ended, aborted)
+
+    @_without_grad
+    def _take_gradients_out(self) -> None:
+        """Move gradients out of buckets that may still be written over, where a further backward would add to them."""
+        for param, view in zip(self._params, self._view_of, strict=True):
+            if view is not None and param.grad is view:
+                param.grad = view.clone()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Have the end of a backward told that comes through one of the tensors, if `sync` is set then.

@@ -370,7 +370,7 @@ class Reducer:
         try:
             yield
         except BaseException as error:
-            if self._engine.active or (self._engine.sync and self.synced_backwards == before):
+            if self._engine.active or (self._engine.sync and self.params and self.synced_backwards == before):
                 self._note_aborted(f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -463,9 +463,9 @@ class Reducer:
     def _finish_backward(self, aborted: str | None, *, keeps_gradients: bool) -> None:
         engine = self._engine
         self.skip_step = False
+        recorded, own_fired = engine.recording, engine.fired() if engine.recording else []  # before buckets may change
         outcome = self._end.finish(aborted)
         resolution = outcome.resolution
-        recorded, own_fired = engine.recording, engine.fired() if engine.recording else []
         self._in_flight.forget()
         engine.stop()
         self.forget_use()
