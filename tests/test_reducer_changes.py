@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.reducer import Reducer
 
 pytestmark = pytest.mark.ranks
 BACKENDS = ["python", "native"]
@@ -271,3 +272,16 @@ def _static_graph_with_sparse(backend: str) -> list[float]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_static_graph_learns_what_each_rank_uses_beside_a_sparse_gradient(backend: str) -> None:
     assert run_ranks(_static_graph_with_sparse, backend) == [[0.0] * 3] * 2
+
+
+def _window_with_nothing_to_train() -> int:
+    reducer = Reducer(Mlp().requires_grad_(False))
+    if dist.get_rank() == 0:
+        with pytest.raises(KeyError), reducer.backward_window():
+            raise KeyError("on one rank")
+    reducer.finalize_pending_backward()
+    return reducer.synced_backwards
+
+
+def test_an_exception_on_one_rank_leaves_nobody_waiting_where_nothing_is_trained() -> None:
+    assert run_ranks(_window_with_nothing_to_train) == [0, 0]
