@@ -28,19 +28,15 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None:
         """Write an entry, of text."""
-        ...
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a number, 0 at first; return what it is then."""
-        ...
 
     def check(self, keys: list[str], /) -> bool:
         """Tell whether all entries are there."""
-        ...
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Return the bytes of entries; waits for those that are not there."""
-        ...
 
 
 def is_initialized() -> bool:
@@ -64,11 +60,7 @@ def backends() -> dict[str, bool]:
 
 
 def join_world(device: torch.device) -> None:
-    """Make the default group of the ranks that torchrun has started: gloo, or NCCL on a GPU.
-
-    Raises:
-        ValueError: this process was not started by torchrun.
-    """
+    """Make the default group of the ranks that torchrun has started: gloo, or NCCL on a GPU."""
     if not dist.is_torchelastic_launched():
         raise ValueError("This process has no other ranks: start one on each host with torchrun.")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -81,13 +73,7 @@ def leave_world() -> None:
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """Return ``group``, or the default group for None.
-
-    Raises:
-        RuntimeError: there is no default process group.
-        TypeError: ``group`` is not a process group.
-        ValueError: this rank is not in ``group``.
-    """
+    """Return ``group``, or the default group for None."""
     if not is_initialized():
         raise RuntimeError(
             "The default process group is not initialized: call torch.distributed.init_process_group(...) first "
@@ -128,16 +114,7 @@ def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
-    """Make a further group over the ranks of ``parent``; a collective call of all its ranks.
-
-    Args:
-        parent: the group whose ranks the new one has.
-        cpu: take gloo, which moves host memory whatever the parent's backend is.
-        timeout: how long a collective may take; None takes that of ``parent``.
-
-    Returns:
-        A group that nothing else uses, so that its order of collectives is its owner's alone.
-    """
+    """Make a further group over the ranks of ``parent`` (of gloo with ``cpu``); a collective call of all its ranks."""
     return _make(global_ranks(parent), "gloo" if cpu else backend_name(parent), timeout or timeout_of(parent))
 
 
@@ -172,13 +149,7 @@ def _make(ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGrou
 def split_group(
     parent: ProcessGroup, parts: Sequence[Sequence[int]], *, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """Split ``parent`` into any parts and return the group of this rank's part; a collective call of all its ranks.
-
-    Args:
-        parent: the group to split; its parts have its backend.
-        parts: for each part the ranks within ``parent``; together they name each rank once.
-        timeout: how long a collective may take; None takes that of ``parent``.
-    """
+    """Split ``parent`` into any parts and return the group of this rank's part; a collective call of all its ranks."""
     names = global_ranks(parent)
     timeout = timeout or timeout_of(parent)
     if len(names) < dist.get_world_size():
@@ -196,9 +167,6 @@ def new_subgroup(ranks: Sequence[int]) -> ProcessGroup:
     """Make a group of some ranks with the default backend; a collective call of *all* ranks of the world.
 
     Making it among its members only would deadlock once ranks have made different groups before.
-
-    Returns:
-        The group; on ranks outside, torch's sign for that, on which collectives do nothing.
     """
     world = resolve_group(None)
     return dist.new_group(list(ranks), timeout=timeout_of(world))  # type: ignore[no-any-return]
@@ -211,12 +179,7 @@ def solo_group() -> ProcessGroup:
 
 
 def connect_store(prefix: str, timeout: timedelta) -> Store:
-    """Connect once more to the store through which the ranks have met; for threads, which must not share a connection.
-
-    Args:
-        prefix: put before all keys.
-        timeout: how long a call may wait for a key.
-    """
+    """Connect a thread to the store through which the ranks have met: threads must not share a connection."""
     return _compat.second_connection(_compat.default_store(), prefix, timeout)
 
 
@@ -269,14 +232,7 @@ def destroy_group(group: ProcessGroup) -> None:
 
 
 def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) -> None:
-    """Free groups, after an error, as far as that is safe when other ranks may be anywhere.
-
-    Freeing a group waits for what is in flight on it.
-
-    Args:
-        groups: made by `new_group`.
-        in_flight: whether this rank has begun a collective on one of them and not waited for it.
-    """
+    """Free groups after an error, when other ranks may be anywhere; not while collectives are in flight: it waits."""
     if in_flight or not is_initialized():
         return
     for group in groups:
@@ -290,11 +246,7 @@ _traffic: ByteCounter | None = None  # nobody counts by default
 
 
 def count_bytes(traffic: ByteCounter | None) -> None:
-    """Have what this rank sends counted, or (None) not any more.
-
-    Raises:
-        RuntimeError: somebody else counts already.
-    """
+    """Count what this rank sends; None stops that."""
     global _traffic
     if traffic is not None and _traffic is not None and _traffic is not traffic and not _traffic.gives_way:
         raise RuntimeError("What this rank sends is being counted already, by another monitor.")
@@ -302,24 +254,24 @@ def count_bytes(traffic: ByteCounter | None) -> None:
 
 
 def stop_counting(traffic: ByteCounter) -> None:
-    """Have what this rank sends not counted in ``traffic`` any more, if it still is."""
+    """Stop counting in ``traffic``, if that is where this rank counts."""
     global _traffic
     if _traffic is traffic:
         _traffic = None
 
 
 def current_total() -> ByteTotal | None:
-    """Return the tally that is added to now; None while nobody counts."""
+    """Return the total that is added to now; None while nobody counts."""
     return None if _traffic is None else _traffic.current
 
 
 def counted_in(tally: ByteTotal | None) -> AbstractContextManager[None]:
-    """Have what is sent under this context added to ``tally``; None leaves things as they are."""
+    """Add what is sent under this context to ``tally``; None leaves things as they are."""
     return _NOT_COUNTED if _traffic is None or tally is None else _counting(_traffic, tally)
 
 
 def counted_as(purpose: str) -> AbstractContextManager[None]:
-    """Have what is sent under this context, and not for a bucket, counted under a name."""
+    """Count what is sent under this context, and not for a bucket, under a name."""
     return _NOT_COUNTED if _traffic is None else _counting(_traffic, _traffic.tally(purpose))
 
 
@@ -353,12 +305,15 @@ def _count_object(collective: Collective, value: Any, group: ProcessGroup, root:
 # ---------------------------------------------------------------------- collectives
 
 
+def _started(work: Work | None) -> Work:
+    assert work is not None, "this rank is not in the group"
+    return work
+
+
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
     """Start summing ``tensor`` over the group in place."""
     _count("all_reduce", tensor.nbytes, group)
-    work: Work | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=True))
 
 
 def succeeded(work: Work) -> bool:
@@ -375,33 +330,26 @@ def succeeded(work: Work) -> bool:
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
     """Do what `all_reduce` does, past the checks and logs that cost more than a few numbers on a CPU group."""
     _count("all_reduce", tensor.nbytes, group)
-    work: Work = group.allreduce([tensor])
-    return work
+    return group.allreduce([tensor])
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
     """Start sending ``tensor`` from the group's rank ``src`` to all others, in place."""
     _count("broadcast", tensor.nbytes, group, src)
-    work: Work | None = dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True))
 
 
 def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
     """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one of each."""
     _count("all_to_all", tensor.nbytes, group)
-    work: Work | None = dist.all_to_all_single(output, tensor, group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(dist.all_to_all_single(output, tensor, group=group, async_op=True))
 
 
 def start_reduce_scatter(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
     """Start summing the i-th of ``world_size`` equal parts of all ranks' tensors into ``output`` of rank i."""
     _count("reduce_scatter", tensor.nbytes, group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name warns now
-    work: Work | None = scatter(output.view(-1), tensor.view(-1), group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
 
 
 def start_all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
@@ -409,9 +357,7 @@ def start_all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Wor
     _count("all_gather", tensor.nbytes, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns now
     # Flat, since gloo takes an output of another number of dimensions for one of another size.
-    work: Work | None = gather(output.view(-1), tensor.view(-1), group=group, async_op=True)
-    assert work is not None
-    return work
+    return _started(gather(output.view(-1), tensor.view(-1), group=group, async_op=True))
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -460,12 +406,7 @@ def barrier(group: ProcessGroup) -> None:
 
 
 def all_gather_padded(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Return every rank's tensor where the first dimension may differ between ranks; blocks.
-
-    Args:
-        tensor: shape ``(n_rank, ...)``; all other dimensions and the dtype are the same on all ranks.
-        group: the ranks that take part.
-    """
+    """Return every rank's tensor where the first dimension may differ between ranks; blocks."""
     lengths = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
     sizes = [int(n) for n in torch.cat(all_gather(lengths, group)).tolist()]
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
@@ -473,21 +414,11 @@ def all_gather_padded(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     return [part[:n] for part, n in zip(all_gather(padded, group), sizes, strict=True)]
 
 
-def raise_on_any_rank(error: Exception | None, group: ProcessGroup, ranks: Sequence[int] | None = None) -> None:
-    """Make an error of one rank an error of all; a collective call.
-
-    Args:
-        error: what went wrong on this rank, or None.
-        group: a CPU group.
-        ranks: the ranks' names in the message; their positions in the group by default.
-
-    Raises:
-        Exception: this rank's own error, or a RuntimeError with the text of the first rank that failed.
-    """
+def raise_on_any_rank(error: Exception | None, group: ProcessGroup) -> None:
+    """Make an error of one rank an error of all; a collective call."""
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for position, text in enumerate(texts):
         if text is not None:
-            name = position if ranks is None else ranks[position]
-            raise RuntimeError(f"Rank {name} failed: {text}")
+            raise RuntimeError(f"Rank {position} failed: {text}")

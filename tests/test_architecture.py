@@ -82,7 +82,7 @@ def test_callbacks_know_the_strategy_and_not_the_other_way_round(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_torch_and_lightning_are_used_in_one_file(path: Path) -> None:
+def test_private_names_of_torch_and_lightning_are_used_in_one_package(path: Path) -> None:
     if _part(path) == "_compat":
         return
     for node in ast.walk(ast.parse(path.read_text())):
@@ -91,11 +91,11 @@ def test_private_names_of_torch_and_lightning_are_used_in_one_file(path: Path) -
             while isinstance(root, ast.Attribute):
                 root = root.value
             private_of_torch = isinstance(root, ast.Name) and root.id in ("torch", "dist", "lightning", "pl")
-            assert not private_of_torch, f"{path.name}:{node.lineno} uses {ast.unparse(node)}; wrap it in _compat.py"
+            assert not private_of_torch, f"{path.name}:{node.lineno} uses {ast.unparse(node)}; wrap it in _compat"
     for name in _imports(path):
         if name.startswith(("torch.", "lightning.")):
             private = [p for p in name.split(".") if p.startswith("_") and not p.startswith("__")]
-            assert not private, f"{path.name} imports {name}; wrap it in _compat.py"
+            assert not private, f"{path.name} imports {name}; wrap it in _compat"
 
 
 def test_every_public_name_is_exported_and_documented() -> None:

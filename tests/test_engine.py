@@ -11,11 +11,11 @@ from backends import backend_fixture  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_hooks.reducer.backend import engine_factory
+from lightning_ddp_hooks.reducer.backend import Engine, engine_factory
 from lightning_ddp_hooks.reducer.bucket import Bucket
-from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, Engine
+from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL
 from lightning_ddp_hooks.reducer.layout import BucketLayout
-from lightning_ddp_hooks.reducer.stream import HostStream
+from lightning_ddp_hooks.reducer.stream import CommStream
 
 LARGE = (EAGER_NUMEL // 64, 64)
 
@@ -37,7 +37,7 @@ class Host:
 
     def lay_out(self, *buckets: Sequence[int], expected: Sequence[int] | None = None, scale: float = 0.5) -> None:
         self.buckets = [Bucket(BucketLayout.build(indices, self.params), self.params) for indices in buckets]
-        streams = [HostStream() for _ in buckets]
+        streams = [CommStream() for _ in buckets]
         self.engine.set_layout(self.buckets, streams, expected or [1] * len(self.params))
         self.engine.set_scale(scale)
         self.engine.recording = False

@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.reducer import Reducer
 
 pytestmark = pytest.mark.ranks
 BACKENDS = ["python", "native"]
@@ -206,3 +207,81 @@ def _leaf_outputs() -> int:
 
 def test_a_parameter_among_the_outputs_gathers_no_hooks() -> None:
     assert run_ranks(_leaf_outputs, world_size=1) == [0]
+
+
+def _retry_in_place(backend: str, views: bool) -> list[float]:
+    net = Mlp()
+    model = ldh.DataParallel(
+        net,
+        bucket_cap_mb=1e-6,
+        first_bucket_mb=1e-6,
+        gradient_as_bucket_view=views,
+        reducer_backend=backend,  # type: ignore[arg-type]
+    )
+    for step in range(2):
+        model(data(dist.get_rank(), step, 4, 8)).square().mean().backward()
+    loss = model(data(dist.get_rank(), 2, 4, 8)).square().mean()
+
+    def bang(grad: torch.Tensor) -> None:
+        raise RuntimeError("bang")
+
+    handle = net[0].weight.register_hook(bang)
+    with pytest.raises(RuntimeError, match="bang"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad(set_to_none=False)
+    expected = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    for gradient in expected:
+        dist.all_reduce(gradient)
+    loss.backward()
+    return [float((p.grad - e / 2).abs().max()) for p, e in zip(net.parameters(), expected, strict=True)]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_retry_keeps_gradients_that_were_zeroed_in_place(backend: str, views: bool) -> None:
+    for errors in run_ranks(_retry_in_place, backend, views):
+        assert max(errors) < 1e-6, errors
+
+
+class _SparseByFunction(nn.Module):
+    """A table whose sparse gradient no module announces, and a part that only rank 1 uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 4))
+        self.shared = nn.Linear(4, 1)
+        self.on_rank_1 = nn.Parameter(torch.ones(4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.embedding(rows, self.table, sparse=True)
+        return self.shared(found * self.on_rank_1 if dist.get_rank() else found).sum()
+
+
+def _static_graph_with_sparse(backend: str) -> list[float]:
+    net = _SparseByFunction()
+    model = ldh.DataParallel(net, static_graph=True, reducer_backend=backend)  # type: ignore[arg-type]
+    spreads = []
+    for step in range(3):
+        model.zero_grad()
+        model(torch.tensor([step, dist.get_rank()])).backward()
+        spreads.append(max(_spread(p.grad.to_dense()) for p in net.parameters()))  # type: ignore[union-attr]
+    return spreads
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_static_graph_learns_what_each_rank_uses_beside_a_sparse_gradient(backend: str) -> None:
+    assert run_ranks(_static_graph_with_sparse, backend) == [[0.0] * 3] * 2
+
+
+def _window_with_nothing_to_train() -> int:
+    reducer = Reducer(Mlp().requires_grad_(False))
+    if dist.get_rank() == 0:
+        with pytest.raises(KeyError), reducer.backward_window():
+            raise KeyError("on one rank")
+    reducer.finalize_pending_backward()
+    return reducer.synced_backwards
+
+
+def test_an_exception_on_one_rank_leaves_nobody_waiting_where_nothing_is_trained() -> None:
+    assert run_ranks(_window_with_nothing_to_train) == [0, 0]

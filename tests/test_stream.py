@@ -42,7 +42,7 @@ class RecordingStream:
 
     def read(self, tensor: torch.Tensor) -> Any:
         self.log.append("read")
-        return stream.HostStream().read(tensor)
+        return stream.CommStream().read(tensor)
 
 
 def _record(views: bool) -> list[str]:

@@ -27,7 +27,7 @@ class UnusedPolicy(Enum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's account of one synchronised backward.
+    """One rank's account of one synced backward.
 
     Attributes:
         missing: Parameters of the reducer that got no gradient since the last synced backward.
@@ -87,12 +87,6 @@ def resolve(
         policy: What a missing gradient means.
         skip_missing_loss: Whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
         stateful_hook: Name of the communication hook, if it keeps a memory of gradients.
-
-    Returns:
-        The resolution, the same on all ranks.
-
-    Raises:
-        RuntimeError: the ranks disagree in a way that no rank can repair; names parameters and ranks.
     """
     for rank, report in enumerate(reports):
         if report.problem is not None:
@@ -128,7 +122,7 @@ def resolve(
     known = set(names)
     return Resolution(
         unused=unused,
-        # Where parameters may be left out, a frozen one is only that; a GAN freezes and thaws in every step.
+        # Where parameters may be left out, a frozen one is only that; a GAN freezes and unfreezes in every step.
         relayout=bool(trainable - known)
         or (policy is UnusedPolicy.FORBIDDEN and any(name not in trainable for name in names)),
         skip_step=skip_missing_loss == "all" and any(not (report.had_loss or report.absent) for report in reports),
@@ -159,14 +153,7 @@ def _is_error(unused_everywhere: bool, policy: UnusedPolicy) -> bool:
 
 
 def raise_if_sets_differ(of_ranks: Sequence[Sequence[str]]) -> None:
-    """Compare the names of trainable parameters.
-
-    Args:
-        of_ranks: For each rank, the names.
-
-    Raises:
-        RuntimeError: They differ; names the first such parameter, and the ranks on each side.
-    """
+    """Compare the names of trainable parameters."""
     sets = [set(names) for names in of_ranks]
     common, union = set.intersection(*sets), set.union(*sets)
     if common == union:
@@ -202,11 +189,7 @@ def _missing_text(
 
 
 def steps_differ_text(ended: Sequence[bool]) -> str:
-    """Say what is wrong when some ranks have ended their step and others are in a backward of it.
-
-    Args:
-        ended: for each rank, whether it has ended its step.
-    """
+    """Say what is wrong when some ranks have ended their step and others are in a backward of it."""
     done = [rank for rank, flag in enumerate(ended) if flag]
     busy = [rank for rank, flag in enumerate(ended) if not flag]
     return (
@@ -217,11 +200,7 @@ def steps_differ_text(ended: Sequence[bool]) -> str:
 
 
 def late_gradient_text(late: Sequence[tuple[str, int]]) -> str | None:
-    """Say what is wrong when gradients changed after they had been copied; None if none did.
-
-    Args:
-        late: For each such parameter its name, and how often its gradient was expected in a backward.
-    """
+    """Say what is wrong when gradients changed after they had been copied; None if none did."""
     if not late:
         return None
     names = ", ".join(repr(name) for name, _ in late[:MAX_NAMES])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,6 @@ class GradientHooks:
     """One hook for each parameter, which runs after its gradient was accumulated.
 
     It runs behind the parameter's own post-accumulate hooks, so what a user's hook does to the gradient is reduced.
-
-    Args:
-        params: Parameters to watch.
-        ready: Called with the index of a parameter and the parameter, each time its gradient has been accumulated.
     """
 
     def __init__(self, params: Sequence[Tensor], ready: Callable[[int, Tensor], None]) -> None:
@@ -28,7 +23,7 @@ class GradientHooks:
         with torch.enable_grad():  # older torch finds them through a view
             self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
         self._handles = [
-            node.register_hook(_make_hook(ready, index, param))
+            node.register_hook(lambda *_, index=index, param=param: ready(index, param))
             for index, (node, param) in enumerate(zip(self._nodes, params, strict=True))
         ]
 
@@ -40,17 +35,8 @@ class GradientHooks:
         self._nodes.clear()
 
 
-def _make_hook(ready: Callable[[int, Tensor], None], index: int, param: Tensor) -> Callable[[Any, Any], None]:
-    return lambda inputs, outputs: ready(index, param)
-
-
 class EndOfBackward:
-    """A callback at the end of the backward that is running; autograd drops it if an exception ends the backward.
-
-    Args:
-        ended: Called at the end.
-        aborted: Called instead if the callback is dropped.
-    """
+    """Calls ``ended`` at the end of the backward that is running, or ``aborted`` if an exception has ended it."""
 
     def __init__(self, ended: Callable[[], None], aborted: Callable[[], None]) -> None:
         self._ended = ended

@@ -9,12 +9,14 @@ from typing import Literal, cast
 
 from torch import Tensor
 
-from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, Engine, EngineCallbacks
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, EngineCallbacks
 from lightning_ddp_hooks.reducer.native import build
 from lightning_ddp_hooks.reducer.python_engine import PythonEngine
 
 _log = logging.getLogger(__name__)
 
+Engine = PythonEngine  # the native one has the same members
 EngineFactory = Callable[[Sequence[Tensor], EngineCallbacks, bool], Engine]
 """Makes an engine for parameters, callbacks, and whether ``.grad`` is to be a slice of the bucket."""
 
@@ -22,16 +24,7 @@ BUILD_COMMAND = "python -m lightning_ddp_hooks build-native"
 
 
 def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = True) -> EngineFactory:
-    """Return what makes engines of the wanted kind. Ranks need not choose alike: what they send is the same.
-
-    Args:
-        backend: ``"python"``; ``"native"``, which is compiled if it is not yet; or ``"auto"``, which is native only if
-            it is compiled already, so that a training run never starts with a surprise compilation.
-        say: whether this process logs that ``"auto"`` took the slower one.
-
-    Raises:
-        RuntimeError: ``"native"`` was asked for and cannot be built or loaded.
-    """
+    """Return what makes engines of the wanted kind. Ranks need not choose alike: what they send is the same."""
     if backend == "python":
         return _python_engine
     if backend == "auto" and not build.is_built():
@@ -53,6 +46,22 @@ def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = 
         return cast("Engine", native.NativeEngine(params, callbacks, views=views, eager_numel=EAGER_NUMEL))
 
     return native_engine
+
+
+def engine_factory_on_all_ranks(
+    backend: Literal["auto", "native", "python"], control_group: comm.ProcessGroup
+) -> EngineFactory:
+    """Do what `engine_factory` does, and raise on all ranks if it fails on one; collective for ``"native"``."""
+    if backend != "native":
+        return engine_factory(backend, say=comm.rank(control_group) == 0)
+    factory, failure = None, None
+    try:
+        factory = engine_factory(backend)
+    except RuntimeError as error:
+        failure = error
+    comm.raise_on_any_rank(failure, control_group)
+    assert factory is not None
+    return factory
 
 
 def _python_engine(params: Sequence[Tensor], callbacks: EngineCallbacks, views: bool) -> Engine:

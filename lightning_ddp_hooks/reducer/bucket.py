@@ -19,12 +19,6 @@ class Bucket:
     Behind the gradients there may be a slot for a status, which travels along and which hooks do not see:
 
         comm_buffer   [ buffer: gradients of all parameters | status slot ]
-
-    Args:
-        layout: Who lies where.
-        params: All parameters of the reducer; the layout's slots point into it.
-        status: Whether to add the slot.
-        memory: Where the buffer and its slot are to lie; None to allocate.
     """
 
     def __init__(
@@ -74,14 +68,14 @@ class GradBucket:
     The interface is that of ``torch.distributed.GradBucket``. Gradients are *not* divided by the number of ranks.
 
     Args:
-        bucket: the storage.
-        index: position in the order of reduction.
-        is_last: whether it is the last one of the backward.
-        names: the parameters' names, in slot order.
-        divisor: by what the sum over ranks is to be divided.
+        bucket: Memory of the bucket.
+        index: Position in the order of reduction.
+        is_last: Whether it is the last one of the backward.
+        names: Names of the parameters, in the order in which they lie in the buffer.
+        divisor: What the sum over ranks is to be divided by.
 
     Attributes:
-        unused: names of those parameters that no rank has used: whatever is reduced for them is thrown away.
+        unused: Names of those parameters that no rank has used: whatever is reduced for them is thrown away.
     """
 
     __slots__ = ("_bucket", "_index", "_is_last", "_replaced", "divisor", "names", "unused")

@@ -14,11 +14,11 @@ import torch
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer.agreement import RankReport
 from lightning_ddp_hooks.reducer.autograd_hooks import hookable
-from lightning_ddp_hooks.reducer.backend import EngineFactory
+from lightning_ddp_hooks.reducer.backend import Engine, EngineFactory
 from lightning_ddp_hooks.reducer.bucket import Bucket
 from lightning_ddp_hooks.reducer.buffer_pool import GradBufferPool
 from lightning_ddp_hooks.reducer.config import ReducerConfig
-from lightning_ddp_hooks.reducer.engine import Engine, EngineCallbacks
+from lightning_ddp_hooks.reducer.engine import EngineCallbacks
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
 from lightning_ddp_hooks.reducer.layout import UNLIMITED, BucketLayout, initial_layout, rebuilt_layout
 from lightning_ddp_hooks.reducer.link import best_bucket_bytes, measure_link
@@ -29,14 +29,6 @@ from lightning_ddp_hooks.reducer.sparse import expects_sparse_gradient
 
 class BucketManager:
     """Lays parameters out in buckets, by what recorded backwards show.
-
-    Args:
-        parameters: The watched parameters.
-        in_flight: Is given the buckets.
-        config: Bucket sizes and modes.
-        make_engine: Makes an engine for a set of parameters.
-        callbacks: Whom engines report to.
-        may_miss: Whether a parameter may stay without a gradient.
 
     Attributes:
         engine: The engine at work.
@@ -109,13 +101,7 @@ class BucketManager:
         self._use(initial_layout(self._parameters.params, [UNLIMITED], self._dense_indices(), self._keys()))
 
     def conclude(self, own_fired: Sequence[int], group: comm.ProcessGroup, control_group: comm.ProcessGroup) -> None:
-        """End a recorded backward: plan the buckets in its order, once enough has been seen. Collective.
-
-        Args:
-            own_fired: How often each parameter's gradient came on this rank.
-            group: Group whose link is measured for ``bucket_cap_mb="auto"``.
-            control_group: CPU group over the same ranks.
-        """
+        """End a recorded backward: plan the buckets in its order, once enough has been seen. Collective."""
         if not self.recorder.conclude(own_fired):
             return
         params = self._parameters.params
@@ -139,16 +125,12 @@ class BucketManager:
         """Return the layout in use, or the one that is to come."""
         return [bucket.layout for bucket in self._in_flight.buckets] if self.planned is None else self.planned
 
-    def is_sparse(self, index: int) -> bool:
-        """Tell whether a parameter's gradients are known to be sparse, by its position in the module's list."""
-        return id(self._parameters.params[index]) in self._sparse_ids
-
     def expects_sparse(self, param: torch.Tensor) -> bool:
         """Tell whether the gradients of a parameter are known to be sparse."""
         return id(param) in self._sparse_ids
 
     def use_planned(self) -> None:
-        """Use the planned buckets; gradients of the backward before lie in the old ones no more."""
+        """Use the planned buckets, if there are any; gradients that still lie in the old ones move."""
         if self.planned is not None:
             self._use(self.planned)
 
@@ -183,6 +165,31 @@ class BucketManager:
         _move_gradients(moved, buckets)
         in_flight.use_buckets(buckets, names, expected)
         in_flight.apply_divisor()
+
+    def facts(self) -> dict[str, object]:
+        """Return what `Reducer.stats` says about settings and buckets."""
+        config, params, recorder = self._config, self._parameters.params, self.recorder
+        first, cap = self.limits()
+        layouts = self.layouts()
+        sizes, indices = [layout.nbytes for layout in layouts], [list(layout.indices) for layout in layouts]
+        facts: dict[str, object] = {
+            "bucket_cap_bytes": cap,
+            "first_bucket_bytes": first,
+            "bucket_sizes": sizes,
+            "bucket_param_indices": indices,
+            "num_parameter_tensors": len(params),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in params),
+            "gradient_as_bucket_view": config.gradient_as_bucket_view,
+            "find_unused_parameters": config.find_unused_parameters,
+            "static_graph": config.static_graph,
+            "broadcast_buffers": config.broadcast_buffers,
+            "has_rebuilt_buckets": recorder.done,
+        }
+        if recorder.done:
+            facts["rebuilt_bucket_sizes"] = sizes
+            facts["rebuilt_per_bucket_param_indices"] = indices
+            facts["prev_iteration_grad_ready_order_indices"] = list(recorder.order)
+        return facts
 
     def close(self) -> None:
         """Remove all hooks, and leave the memory to those gradients that still lie in it."""

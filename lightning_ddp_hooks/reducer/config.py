@@ -19,18 +19,14 @@ class ReducerConfig:
     """What shapes the reducer.
 
     Attributes:
-        bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link, as measured after the
-            first backward and agreed on all ranks.
-        first_bucket_mb: the same for the first bucket, whose reduction starts earlier if it is small.
-        gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
-        find_unused_parameters: allow ranks to leave out any parameters in any backward.
-        static_graph: learn in the first backward which parameters are used, and rely on it.
-        broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards.
+        bucket_cap_mb: Size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link, measured after the
+            first backward.
+        first_bucket_mb: Size of the first bucket, whose reduction starts earlier if it is small.
+        gradient_as_bucket_view: Whether ``.grad`` is a slice of the bucket: no second copy of the gradients.
+        find_unused_parameters: Whether ranks may leave out any parameters in any backward.
+        static_graph: Whether the first backward shows for good which parameters are used.
+        broadcast_buffers: Whether rank 0's buffers are sent to all ranks at construction and before forwards.
         reducer_backend: ``"auto"`` (native if it is built), ``"native"`` or ``"python"``.
-
-    Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value out of range, or settings that contradict each other.
     """
 
     bucket_cap_mb: float | Literal["auto"] = 25
@@ -61,11 +57,7 @@ class ReducerConfig:
             raise ValueError(USED_CHANGES_AND_DOES_NOT)
 
     def limits(self, auto_bytes: int | None = None) -> list[int]:
-        """Return bucket sizes in bytes: of the first bucket, of all others.
-
-        Args:
-            auto_bytes: what ``bucket_cap_mb="auto"`` came to; before that is known it counts as 25 MiB.
-        """
+        """Return bucket sizes in bytes: of the first bucket, of all others."""
         if self.bucket_cap_mb == "auto":
             return [_bytes(self.first_bucket_mb), auto_bytes or _bytes(DEFAULT_CAP_MB)]
         return [_bytes(self.first_bucket_mb), _bytes(self.bucket_cap_mb)]

@@ -38,18 +38,13 @@ from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
 from lightning_ddp_hooks.reducer.observer import told_of_wait
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters
-from lightning_ddp_hooks.reducer.sparse import mean_sparse
+from lightning_ddp_hooks.reducer.sparse import mean_sparse, mean_sparse_or_dense
 from lightning_ddp_hooks.reducer.status import PendingStatus, Status, StatusWriter
 from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
 
 
 class Outcome(NamedTuple):
-    """What has come of a backward.
-
-    Attributes:
-        resolution: What all ranks do now.
-        error: What all ranks raise now, or None.
-    """
+    """What has come of a backward: what all ranks do now, or the error that all of them raise."""
 
     resolution: Resolution
     error: RuntimeError | None = None
@@ -57,17 +52,6 @@ class Outcome(NamedTuple):
 
 class BackwardEnd:
     """Ends the synced backwards of a reducer.
-
-    Args:
-        manager: Knows the buckets.
-        in_flight: Sends them.
-        parameters: The watched parameters.
-        group: Ranks to reduce over.
-        control_group: CPU group over the same ranks.
-        policy: What a missing gradient means.
-        static_graph: Whether the recorded backward shows for good which parameters are used.
-        skip_missing_loss: Whether a rank without a loss takes part with zeros, or makes all ranks skip the step.
-        ends_steps: Whether ranks say when they have ended a step.
 
     Attributes:
         shadowing: Whether this rank does its part of a backward for which it has no data.
@@ -186,7 +170,6 @@ class BackwardEnd:
     def _finish_with_status(self, aborted: str | None) -> Outcome:
         in_flight, complete = self._in_flight, self.complete
         loss = complete or self._had_loss
-        absent = not loss and self.shadowing
         mismatch = self._found_mismatch(aborted)
         # Where nothing is missing, what is watched is what is trainable.
         clean = complete and not mismatch
@@ -199,7 +182,7 @@ class BackwardEnd:
             slot = in_flight.buckets[-1].status_slot
             assert slot is not None
             self._writer.write(slot, mismatch=mismatch, loss=loss)
-            if in_flight.launched_by_engine and complete and not aborted:
+            if in_flight.launched_by_engine and complete and aborted is None:
                 read, copied = in_flight.finish_by_engine(), True
             else:
                 if in_flight.launched_by_engine:
@@ -210,7 +193,9 @@ class BackwardEnd:
                 read = waited
 
         if self._in_flight.queue.at_once:  # see [Note: one point] in status.py
-            outcome = self._settle_earlier(PendingStatus(read, report), aborted, lacks_loss=not (loss or absent))
+            outcome = self._settle_earlier(
+                PendingStatus(read, report), aborted, lacks_loss=not (loss or self.shadowing)
+            )
         else:
             status = Status.of(read)
             if status.mismatches:
@@ -270,12 +255,13 @@ class BackwardEnd:
     # ------------------------------------------------------------------ reports
 
     def _report(self, aborted: str | None) -> RankReport:
-        engine, params = self._manager.engine, self._parameters
-        used, recording, dropped = engine.used(), engine.recording, self._manager.recorder.dropped
-        late = engine.late()
-        expected = self._manager.recorder.expected
+        engine, params, recorder = self._manager.engine, self._parameters, self._manager.recorder
+        recording = engine.recording
+        late = [(params.names[index], recorder.expected[index]) for index in sorted(set(engine.late()))]
         return RankReport(
-            missing=tuple(index for index, flag in enumerate(used) if not flag and index not in dropped),
+            missing=tuple(
+                index for index, flag in enumerate(engine.used()) if not flag and index not in recorder.dropped
+            ),
             trainable=params.names_now(),
             sparse=tuple(index for index, param in enumerate(params.params) if _is_sparse(param.grad)),
             had_loss=self._had_loss,
@@ -283,7 +269,7 @@ class BackwardEnd:
             order=tuple(engine.order()),
             fired=tuple(engine.fired()) if recording else (),
             structure=params.digest() if recording else "",
-            problem=late_gradient_text([(params.names[index], expected[index]) for index in sorted(set(late))]),
+            problem=late_gradient_text(late),
             aborted=aborted,
         )
 
@@ -308,11 +294,7 @@ class BackwardEnd:
         return Outcome(resolution)
 
     def meet(self, flags: bytearray, *, at_end_of_step: bool = False) -> Tensor:
-        """Sum flags over the ranks; collective.
-
-        Raises:
-            RuntimeError: Some ranks are in a backward while others have ended their step.
-        """
+        """Sum flags over the ranks; collective."""
         flags.append(at_end_of_step)
         counts = torch.frombuffer(flags, dtype=torch.uint8).to(torch.int32)
         with told_of_wait(self._in_flight.observer):
@@ -322,11 +304,7 @@ class BackwardEnd:
         return counts[:-1]
 
     def end_step(self) -> None:
-        """Say that this rank has ended its step; collective.
-
-        Raises:
-            RuntimeError: Other ranks are in a further backward of theirs.
-        """
+        """Say that this rank has ended its step; collective."""
         # As many flags as a backward has that the others may be in.
         flags = 0 if self._manager.engine.recording else len(self._parameters.params) + 2
         self.meet(bytearray(flags), at_end_of_step=True)
@@ -344,6 +322,18 @@ class BackwardEnd:
                 if self._in_flight.nonfinite is not None and param.grad is not None:
                     self._in_flight.nonfinite.look_at(self._parameters.names[index], param.grad)
                 param.grad = mean_sparse(param.grad, param, self._in_flight.divisor, self._group)
+
+    def reduce_unfrozen(self) -> None:
+        """Reduce each by itself, this once, what has been unfrozen and is not watched yet; the same on all ranks."""
+        nonfinite, divisor = self._in_flight.nonfinite, self._in_flight.divisor
+        for name, param in self._parameters.fresh():
+            has = torch.tensor([int(param.grad is not None)], dtype=torch.int32)
+            comm.all_reduce(has, self._control_group).wait()
+            if has and nonfinite is not None and param.grad is not None:
+                nonfinite.look_at(name, param.grad)
+            if has:
+                sparse = self._manager.expects_sparse(param)
+                param.grad = mean_sparse_or_dense(param.grad, param, divisor, self._group, sparse=sparse)
 
 
 def _is_sparse(gradient: Tensor | None) -> bool:

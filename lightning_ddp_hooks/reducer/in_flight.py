@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.backend import Engine
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
-from lightning_ddp_hooks.reducer.engine import Engine, MeanEngine
+from lightning_ddp_hooks.reducer.engine import MeanEngine
 from lightning_ddp_hooks.reducer.in_flight_bucket import InFlightBucket
 from lightning_ddp_hooks.reducer.issue import is_same_memory
 from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard, told_of_wait
@@ -24,38 +25,19 @@ from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.reducer.stream import CommStream, DeferredRead, comm_stream
 
 
-class _EngineSum:
-    """A bucket that the engine launched by itself."""
-
-    finished = False
-
-    def __init__(self, engine: MeanEngine, bucket: Bucket, index: int) -> None:
-        self._engine = engine
-        self._bucket = bucket
-        self._index = index
-
-    def wait(self) -> Tensor:
-        self._engine.wait(self._index)
-        return self._bucket.buffer
-
-
 class _Launched(NamedTuple):
     """A launched bucket; it holds the buffer until the reduced values have been copied out."""
 
     position: int
     bucket: Bucket
-    pending: InFlightBucket | _EngineSum
+    pending: InFlightBucket | None  # None if the engine launched it by itself
 
 
 class InFlightBuckets:
     """Sends the buckets of a backward and brings them back, on a stream for each device.
 
-    Args:
-        queue: Issues collectives.
-        group: Ranks to reduce over.
-
     Attributes:
-        queue: The same.
+        queue: Queue that issues the collectives of a hook.
         engine: Fills the buckets.
         buckets: Buckets in order of reduction.
         streams: Stream of each bucket.
@@ -91,13 +73,7 @@ class InFlightBuckets:
     # ------------------------------------------------------------------ between two backwards
 
     def use_buckets(self, buckets: Iterable[Bucket], names: Sequence[str], expected: Sequence[int]) -> None:
-        """Take new buckets, and give them to the engine.
-
-        Args:
-            buckets: Buckets in order of reduction.
-            names: Names of all parameters.
-            expected: How often the gradient of each parameter comes in a backward.
-        """
+        """Take new buckets, and give them to the engine."""
         self.buckets = list(buckets)
         self._names = [tuple(names[i] for i in bucket.layout.indices) for bucket in self.buckets]
         self.streams = [self._stream(bucket.layout.device) for bucket in self.buckets]
@@ -142,7 +118,7 @@ class InFlightBuckets:
 
         Not those that were announced: a hook may have failed on one, or may not have come to it yet.
         """
-        queued = sum(not getattr(launched.pending, "begun", True) for launched in list(self._launched))
+        queued = sum(not (pending is None or pending.begun) for _, _, pending in list(self._launched))
         return max(self._sent - queued, self.engine.launched if self.launched_by_engine else 0)
 
     def bucket_full(self, index: int) -> None:
@@ -181,11 +157,8 @@ class InFlightBuckets:
 
     def adopt_engine_launches(self) -> None:
         """Look after the buckets that the engine has launched by itself, as after the others."""
-        engine = cast("MeanEngine", self.engine)
-        self._launched = [
-            _Launched(index, bucket, _EngineSum(engine, bucket, index))
-            for index, bucket in enumerate(self.buckets[: engine.launched])
-        ]
+        launched = self.buckets[: self.engine.launched]
+        self._launched = [_Launched(index, bucket, None) for index, bucket in enumerate(launched)]
         self._sent = len(self._launched)
 
     def launch_remaining(
@@ -229,28 +202,21 @@ class InFlightBuckets:
         engine.launched = last + 1
 
     def wait_all(self, *, reads_status: bool = False) -> DeferredRead | None:
-        """Wait for all launched buckets; the reduced values are in the buckets then.
-
-        Args:
-            reads_status: Whether a status was sent, whose sum is to be read.
-
-        Returns:
-            The sum of the status, on its way to the host.
-        """
+        """Wait for all launched buckets; the reduced values are in the buckets then."""
         read: DeferredRead | None = None
         with _compat.span("ldh::wait"), told_of_wait(self.observer):
             with ExitStack() as streams:  # what follows the backward runs behind all that it has queued
                 for stream in set(self._stream_of.values()):
                     streams.enter_context(stream.after_compute())
                 self.queue.end_launches()
-            for launched in self._launched:
-                buffer = launched.bucket.buffer
-                with self.streams[launched.position].context():
-                    result = launched.pending.wait()
-                    if not is_same_memory(result, buffer):
-                        buffer.copy_(result.reshape(-1))
+            for position, bucket, pending in self._launched:
+                with self.streams[position].context():
+                    if pending is None:
+                        cast("MeanEngine", self.engine).wait(position)
+                    elif not is_same_memory(result := pending.wait(), bucket.buffer):
+                        bucket.buffer.copy_(result.reshape(-1))
                     if self.observer is not None:
-                        self.observer.bucket_done(launched.position, buffer)
+                        self.observer.bucket_done(position, bucket.buffer)
             if reads_status:
                 with self.streams[-1].context():
                     read = self.streams[-1].read(self.queue.wait_for_status())
@@ -275,10 +241,10 @@ class InFlightBuckets:
     def copy_out(self, unused: frozenset[int]) -> None:
         """Bring the reduced values to where the gradients are; those that nobody used stay as they were."""
         untouched = sorted(unused)
-        for launched in self._launched:
-            self.engine.copy_out(launched.position, untouched)
+        for position, bucket, _ in self._launched:
+            self.engine.copy_out(position, untouched)
             if self._unused_values:
-                for i, view in zip(launched.bucket.layout.indices, launched.bucket.views, strict=True):
+                for i, view in zip(bucket.layout.indices, bucket.views, strict=True):
                     if i in unused and i in self._unused_values:
                         view.copy_(self._unused_values[i])
         self.forget()
@@ -295,16 +261,15 @@ class InFlightBuckets:
     def waits_for(self) -> str:
         """Say which buckets are waited for; from any thread, so that it may be out of date."""
         names = self._names
-        seen = [launched for launched in list(self._launched) if isinstance(launched.pending, InFlightBucket)]
-        waiting = [launched.position for launched in seen if not _is_done(launched.pending)][:1]
+        seen = [pending for _, _, pending in list(self._launched)]
+        waiting = [pending.index for pending in seen if pending is not None and not _is_done(pending)][:1]
         if not waiting and self.launched_by_engine:  # which of those that it launched by itself is not seen here
             waiting = list(range(self.engine.launched))
         parts = []
-        for index in waiting:
-            if index < len(names):
-                shown = ", ".join(map(repr, names[index][:4])) + (", ..." if len(names[index]) > 4 else "")
-                parts.append(f"bucket {index} ({shown})")
-        return "; ".join(parts[:4])
+        for index in [index for index in waiting if index < len(names)][:4]:
+            shown = ", ".join(map(repr, names[index][:4])) + (", ..." if len(names[index]) > 4 else "")
+            parts.append(f"bucket {index} ({shown})")
+        return "; ".join(parts)
 
     def close(self) -> None:
         """Free buckets and streams; gradients in the buckets get memory of their own."""
@@ -317,8 +282,6 @@ class InFlightBuckets:
         self._stream_of.clear()
 
 
-def _is_done(pending: InFlightBucket | _EngineSum) -> bool:
-    collective = getattr(pending, "collective", None)
-    if isinstance(collective, comm.Work):
-        return comm.succeeded(collective)
-    return pending.finished
+def _is_done(pending: InFlightBucket) -> bool:
+    collective = pending.collective
+    return comm.succeeded(collective) if isinstance(collective, comm.Work) else pending.finished

@@ -27,7 +27,6 @@ class BucketHook(Protocol):
 
     def reduce(self, bucket: GradBucket) -> Phases:
         """Reduce one bucket."""
-        ...
 
 
 class EarlierBuckets:
@@ -187,11 +186,7 @@ def _check_request(hook: BucketHook, yielded: object) -> Request:
 
 
 def phases_of(hook: Any, bucket: GradBucket) -> Phases:
-    """Begin to reduce a bucket.
-
-    Raises:
-        TypeError: The hook's `reduce` is not a generator; names the hook.
-    """
+    """Begin to reduce a bucket."""
     phases: object = hook.reduce(bucket)
     if isinstance(phases, Iterator):
         return phases  # type: ignore[return-value]
@@ -208,9 +203,6 @@ def check_result(hook: str, bucket: GradBucket, value: object) -> Tensor:
     """Return a hook's result as the tensor it must be.
 
     Accepts a tensor, or the one-element list that ``work.get_future()`` gives.
-
-    Raises:
-        RuntimeError: Anything else, or a wrong number of elements; names hook, bucket and parameters.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]

@@ -22,13 +22,7 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket.
-
-    Attributes:
-        index: the parameter's position among the reducer's parameters.
-        offset: where it begins, in elements of the bucket's (real) dtype.
-        numel: its length in those elements; a complex number takes two.
-    """
+    """One parameter's place in a bucket, in elements of the bucket's real dtype; a complex number takes two."""
 
     index: int
     offset: int
@@ -40,10 +34,10 @@ class BucketLayout:
     """The slots of one bucket.
 
     Attributes:
-        slots: in the order in which they lie in the buffer.
-        dtype: the buffer's dtype; for complex parameters that of their real part.
-        device: where the buffer lives.
-        numel: length of the buffer in elements of ``dtype``.
+        slots: Places of the parameters, in the order in which they lie in the buffer.
+        dtype: Dtype of the buffer; for complex parameters that of their real part.
+        device: Device of the buffer.
+        numel: Length of the buffer in elements of ``dtype``.
     """
 
     slots: tuple[Slot, ...]
@@ -86,18 +80,6 @@ def assign_buckets(
     in. The first bucket of each dtype and device takes the first limit, the next one the second, all later ones the
     last. A sparse parameter has a bucket to itself.
 
-    Args:
-        params: the parameters, in the order in which buckets are to be filled.
-        limits: bucket sizes in bytes.
-        sparse: for each parameter, whether its gradient is sparse; None means that none is.
-        groups: for each parameter, a further key that keeps it apart from those with another key.
-
-    Returns:
-        Lists of positions in ``params``. A bucket stands where its first parameter stands.
-
-    Raises:
-        ValueError: no limit, a limit below one byte, or another number of flags than of parameters.
-
     Example:
         >>> layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
         >>> assign_buckets(list(layers.parameters()), [1 << 20, 1 << 20])
@@ -139,14 +121,7 @@ def initial_layout(
     indices: Sequence[int] | None = None,
     groups: Sequence[Hashable] | None = None,
 ) -> list[BucketLayout]:
-    """Lay out buckets before any order is known: in reverse order of registration.
-
-    Args:
-        params: the reducer's parameters.
-        limits: bucket sizes in bytes, as for `assign_buckets`.
-        indices: which of the parameters have a place in a bucket; None for all.
-        groups: for each of ``params`` a key; parameters with different keys do not share a bucket.
-    """
+    """Lay out buckets before any order is known: in reverse order of registration."""
     placed = range(len(params)) if indices is None else indices
     keys = None if groups is None else [groups[index] for index in placed]
     buckets = assign_buckets([params[index] for index in placed], limits, groups=keys)
@@ -165,19 +140,6 @@ def rebuilt_layout(
 
     What is less than two first buckets in all becomes one: with so little to send, a further collective costs more than
     the overlap that it allows.
-
-    Args:
-        params: the reducer's parameters.
-        order: their positions, first ready first.
-        limits: bucket sizes in bytes, as for `assign_buckets`.
-        groups: for each parameter a key; parameters with different keys do not share a bucket.
-
-        last: parameters that are left out of some backwards: buckets that hold any come last, since buckets are
-        launched
-            in order, and one that is not used would hold up all behind it.
-
-    Returns:
-        The buckets in order of completion: one whose last gradient comes earlier is reduced earlier.
     """
     keys = None if groups is None else [groups[index] for index in order]
     if sum(params[index].numel() * params[index].element_size() for index in order) < 2 * min(limits):

@@ -18,12 +18,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Link:
-    """A link as an all-reduce sees it: ``seconds = latency + nbytes / bandwidth``.
-
-    Attributes:
-        latency: seconds that an all-reduce of nothing takes.
-        bandwidth: bytes of the buffer per further second.
-    """
+    """A link as an all-reduce sees it: ``seconds = latency + nbytes / bandwidth``."""
 
     latency: float
     bandwidth: float
@@ -34,23 +29,13 @@ def best_bucket_bytes(total_bytes: int, link: Link) -> int:
 
     With buckets of c bytes, ``total / c`` collectives each cost the latency, and the last bucket, which nothing hides,
     takes ``c / bandwidth``. The sum is smallest at the geometric mean ``sqrt(total * latency * bandwidth)``.
-
-    Args:
-        total_bytes: all gradients.
-        link: what was measured.
     """
     best = math.sqrt(max(1, total_bytes) * link.latency * link.bandwidth)
     return int(min(max(best, MIN_CAP_BYTES), MAX_CAP_BYTES))
 
 
 def measure_link(group: comm.ProcessGroup, control_group: comm.ProcessGroup, device: torch.device) -> Link:
-    """Time small and large all-reduces; all ranks get the slowest rank's figures. Collective; takes milliseconds.
-
-    Args:
-        group: the group whose link is measured.
-        control_group: a CPU group over the same ranks, over which they agree.
-        device: where the buckets live.
-    """
+    """Time small and large all-reduces; all ranks get the slowest rank's figures. Collective; takes milliseconds."""
     small, large = (_seconds(group, nbytes, device) for nbytes in (_SMALL, _LARGE))
     everyone = comm.all_gather_object((small, large), control_group)
     small, large = (max(times) for times in zip(*everyone, strict=True))

@@ -26,14 +26,6 @@ def check_same_on_all_ranks(
     """Compare parameters and settings over the ranks; a collective call.
 
     Ranks compare a digest first, and exchange the long form only if that differs.
-
-    Args:
-        named_tensors: all parameters and buffers in order of registration.
-        settings: what shapes the order of collectives, by argument name.
-        group: a CPU group.
-
-    Raises:
-        RuntimeError: on every rank; names the first parameter (or setting) that differs, and the ranks on each side.
     """
     rows = [
         f"{name}: shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
@@ -64,20 +56,11 @@ def _first_difference(rows_of_ranks: Sequence[Sequence[str]]) -> str:
 
 
 @torch.no_grad()
-def broadcast_tensors(
-    tensors: Sequence[Tensor], group: comm.ProcessGroup, src: int = 0, chunk_bytes: int = CHUNK_BYTES
-) -> None:
-    """Copy the tensors of one rank to all others, in place; a collective call.
-
-    Args:
-        tensors: the same shapes and dtypes in the same order on all ranks.
-        group: the ranks that take part.
-        src: the sending rank's position in the group.
-        chunk_bytes: how much is sent at a time, and so how much memory is taken for it.
-    """
+def broadcast_tensors(tensors: Sequence[Tensor], group: comm.ProcessGroup, src: int = 0) -> None:
+    """Copy the tensors of one rank to all others, in place; a collective call."""
     sends = comm.rank(group) == src
     before: _Sent | None = None
-    for chunk in _chunks(tensors, chunk_bytes):  # while one travels, the next one is packed
+    for chunk in _chunks(tensors, CHUNK_BYTES):  # while one travels, the next one is packed
         now = _Sent.start(chunk, group, src, sends)
         if before is not None:
             before.finish(sends)
@@ -125,17 +108,7 @@ def _chunks(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 class Buffers:
-    """Keeps the buffers of all ranks those of one.
-
-    Args:
-        module: whose buffers they are.
-        ignored: names of buffers that are left alone.
-        group: the ranks.
-        broadcasts: whether they are sent at all.
-
-    Attributes:
-        each_keeps_its_own: do not send them for now: replicas that train for themselves keep their own.
-    """
+    """Keeps the buffers of all ranks those of one."""
 
     def __init__(
         self, module: nn.Module, ignored: AbstractSet[str], group: comm.ProcessGroup, *, broadcasts: bool
@@ -169,11 +142,7 @@ class Buffers:
         return self._stale and not self.each_keeps_its_own and torch.is_grad_enabled()
 
     def refresh(self, src: int = 0) -> None:
-        """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own.
-
-        Args:
-            src: the rank whose buffers are up to date; rank 0's are not once it has run out of data.
-        """
+        """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own."""
         self._stale = False
         if not self.each_keeps_its_own and (buffers := self.now()):
             with _compat.span("ldh::broadcast_buffers"), comm.counted_as("buffers"):

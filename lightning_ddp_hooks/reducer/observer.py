@@ -1,4 +1,4 @@
-"""The seam for watching a pass: what the reducer tells an observer, if there is one.
+"""What the reducer tells an observer of each synced backward, if there is one.
 
     backward_opened
       bucket_full 0 -> launch_begins 0 -> launch_ended 0        (for each bucket, in order, while the backward goes on)
@@ -20,54 +20,45 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 
 class BackwardObserver(Protocol):
-    """Watches the passes of a reducer; called from the thread that runs them."""
+    """Watches the synced backwards of a reducer; called from the thread that runs them."""
 
     def backward_opened(self) -> None:
-        """The first gradient of a synchronised backward has come."""
-        ...
+        """The first gradient of a synced backward has come."""
 
     def bucket_full(self, bucket: GradBucket, scale: float) -> None:
         """A bucket is about to be launched; the compute stream is current.
 
         Args:
-            bucket: its gradients are complete.
-            scale: the sum over ranks of what is in the buffer, times this, is the mean.
+            bucket: Bucket whose gradients are complete.
+            scale: Factor: the sum over ranks of what is in the buffer, times this, is the mean.
         """
-        ...
 
     def launch_begins(self, index: int) -> None:
         """The communication stream is current and behind the bucket's gradients."""
-        ...
 
     def launch_ended(self, index: int, pending: object) -> None:
         """The bucket was handed over.
 
         Args:
-            index: of the bucket.
-            pending: a ``Work``, whose ``get_future()`` tells when it is done; or a task of a hook (hooks/pipeline.py),
-                whose ``collective``, ``on_collective``, ``finished`` and ``on_finished`` do.
+            index: Index of the bucket.
+            pending: An `InFlightBucket`, whose ``collective``, ``on_collective``, ``finished`` and ``on_finished`` tell
+                how far it is.
         """
-        ...
 
     def wait_begins(self) -> None:
         """The backward has no more to compute, and waits for other ranks."""
-        ...
 
     def bucket_done(self, index: int, buffer: Tensor) -> None:
         """The reduced values are in the buffer; the communication stream is current."""
-        ...
 
     def wait_ended(self) -> None:
         """The backward goes on; the compute stream is current, and behind the communication."""
-        ...
 
     def backward_finished(self) -> None:
         """All gradients are reduced and back in place."""
-        ...
 
     def backward_aborted(self) -> None:
-        """The pass was broken off by an error; what was told of it counts for nothing. Maybe none was open."""
-        ...
+        """An error has ended the backward; what was told of it counts for nothing. Maybe none was open."""
 
 
 class GradientGuard(Protocol):
@@ -81,15 +72,12 @@ class GradientGuard(Protocol):
 
     def look(self, bucket: GradBucket) -> None:
         """Look at a full bucket."""
-        ...
 
     def look_at(self, name: str, gradient: Tensor) -> None:
         """Look at a gradient that is in no bucket."""
-        ...
 
     def forget(self) -> None:
         """Forget what was seen: the backward was aborted."""
-        ...
 
 
 def told_of_wait(observer: BackwardObserver | None) -> AbstractContextManager[None]:

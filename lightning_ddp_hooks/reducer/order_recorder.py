@@ -16,17 +16,11 @@ MAX_RECORDINGS = 16
 class BucketOrderRecorder:
     """Gathers reports until the buckets can be laid out in the order of the backward.
 
-    Args:
-        count: the number of watched parameters.
-        static_graph: one backward shows everything.
-        may_miss: whether a parameter may stay without a gradient.
-
     Attributes:
-        order: the parameters in the order in which they became ready; those that only later ranks or backwards used
-            come behind.
-        expected: how often each parameter's gradient comes in one backward.
-        dropped: parameters that a static graph does not use.
-        done: whether it has concluded.
+        order: Parameters in the order in which they became ready; those that only later ranks or backwards used last.
+        expected: How often each parameter's gradient comes in one backward.
+        dropped: Parameters that a static graph does not use.
+        done: Whether enough has been seen.
     """
 
     def __init__(self, count: int, *, static_graph: bool, may_miss: bool) -> None:
@@ -53,11 +47,7 @@ class BucketOrderRecorder:
         self.expected = [max(column) for column in zip(self.expected, *counts, strict=True)]
 
     def conclude(self, own_fired: Sequence[int]) -> bool:
-        """End a recorded backward; return whether enough has been seen.
-
-        Args:
-            own_fired: how often each parameter's gradient came on this rank.
-        """
+        """End a recorded backward; return whether enough has been seen."""
         self._recordings += 1
         never = self._never_used()
         if self._static_graph:
@@ -69,11 +59,7 @@ class BucketOrderRecorder:
         return True
 
     def layout_order(self, outside: Sequence[int]) -> list[int]:
-        """Return all parameters that are to have a place in a bucket, first ready first.
-
-        Args:
-            outside: those that have none, besides `dropped`.
-        """
+        """Return all parameters that are to have a place in a bucket, first ready first."""
         left_out = {*outside, *self.dropped}
         return [index for index in [*self.order, *self._never_used()] if index not in left_out]
 

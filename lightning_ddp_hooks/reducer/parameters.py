@@ -10,54 +10,16 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_ddp_hooks import _compat
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
-
 
 def _kind(param: Tensor) -> tuple[object, ...]:
     return (param.dtype, param.device, tuple(param.shape))
-
-
-@dataclass(frozen=True)
-class Structure:
-    """The watched parameters as they were when the reducer looked at them.
-
-    Attributes:
-        params: the parameters themselves, by name.
-        kinds: dtype, device and shape of each, by name.
-    """
-
-    params: dict[str, Tensor]
-    kinds: dict[str, tuple[object, ...]]
-
-    @classmethod
-    def of(cls, watched: Named) -> Structure:
-        """Remember parameters."""
-        return cls(dict(watched), {name: _kind(param) for name, param in watched})
-
-    def changed(self, named: Named) -> tuple[str, ...]:
-        """Return the names of watched parameters that are another tensor, or of another kind, now."""
-        return tuple(
-            name
-            for name, param in named
-            if name in self.params and (param is not self.params[name] or _kind(param) != self.kinds[name])
-        )
-
-    def added(self, named: Named) -> tuple[str, ...]:
-        """Return the names of parameters that require a gradient and have never been watched."""
-        return tuple(name for name, param in named if param.requires_grad and name not in self.params)
-
-    def digest(self) -> str:
-        """Return a short text that is the same on ranks that watch parameters of the same names and kinds."""
-        return hashlib.sha256(repr(sorted(self.kinds.items())).encode()).hexdigest()
 
 
 def changed_text(names: Sequence[str]) -> str:
@@ -73,17 +35,17 @@ class WatchedParameters:
     """The parameters that require a gradient, and those that do not but may again.
 
     Args:
-        module: whose parameters they are.
-        ignored: names of parameters that are left alone.
-        keeps_frozen: watch a parameter further once it is frozen: where parameters may be left out, that is all there
-            is to it (a GAN freezes one network while it trains the other).
-        on_unfrozen: called when a parameter that is not watched gets a gradient.
+        module: Module that has them.
+        ignored: Names of parameters that are left alone.
+        keeps_frozen: Whether a parameter is watched further once it is frozen: where parameters may be left out, that
+            is all it means (a GAN freezes one network while it trains the other).
+        on_unfrozen: Called when a parameter that is not watched gets a gradient.
 
     Attributes:
-        names: of the watched parameters.
-        params: the watched parameters.
-        frozen: the parameters that are not watched since they require no gradient.
-        unfrozen_used: whether one of `frozen` got a gradient since `forget_use`.
+        names: Names of the watched parameters.
+        params: The watched parameters.
+        frozen: Parameters that are not watched since they require no gradient.
+        unfrozen_used: Whether one of `frozen` got a gradient since `forget_use`.
     """
 
     def __init__(
@@ -98,7 +60,8 @@ class WatchedParameters:
         self.params: list[nn.Parameter] = []
         self.frozen: list[nn.Parameter] = []
         self.unfrozen_used = False
-        self._structure = Structure.of([])
+        self._watched: dict[str, Tensor] = {}
+        self._kinds: dict[str, tuple[object, ...]] = {}  # as they were when they began to be watched
         self.track()
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -117,7 +80,8 @@ class WatchedParameters:
         self.names = [name for name, _ in watched]
         self.params = [param for _, param in watched]
         self.frozen = [param for _, param in named if not param.requires_grad and id(param) not in before]
-        self._structure = Structure.of(watched)
+        self._watched = dict(watched)
+        self._kinds = {name: _kind(param) for name, param in watched}
         self.close()
 
     def fresh(self) -> list[tuple[str, nn.Parameter]]:
@@ -127,25 +91,16 @@ class WatchedParameters:
 
     def digest(self) -> str:
         """Return a short text that is the same on ranks that watch parameters of the same names and kinds."""
-        return self._structure.digest()
+        return hashlib.sha256(repr(sorted(self._kinds.items())).encode()).hexdigest()
 
     def look(self, *, may_begin_anew: bool) -> bool:
-        """Look for parameters that were added or replaced.
-
-        Args:
-            may_begin_anew: whether it is early enough to `track` again.
-
-        Returns:
-            Whether to begin anew.
-
-        Raises:
-            RuntimeError: a watched parameter was replaced, and it is too late.
-        """
+        """Look for parameters that were added or replaced."""
         named = self.named()
-        changed = self._structure.changed(named)
+        known = [(name, param) for name, param in named if name in self._watched]
+        changed = [n for n, param in known if param is not self._watched[n] or _kind(param) != self._kinds[n]]
         if changed and not may_begin_anew:
             raise RuntimeError(changed_text(changed))
-        if not changed and self._structure.added(named):
+        if not changed and any(param.requires_grad and name not in self._watched for name, param in named):
             watched = {id(param) for param in self.params}
             self.frozen = [param for _, param in named if id(param) not in watched]
         return bool(changed)
@@ -173,11 +128,7 @@ class WatchedParameters:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Refuse parameters that cannot be trained in place.
-
-    Raises:
-        ValueError: a parameter without values, or one whose elements share memory.
-    """
+    """Refuse parameters that cannot be trained in place."""
     for name, param in module.named_parameters():
         if param.is_meta:
             raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialise it first.")
@@ -197,11 +148,7 @@ _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def require_free(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Make sure that nobody has claimed these parameters.
-
-    Raises:
-        ValueError: somebody has.
-    """
+    """Make sure that nobody has claimed these parameters."""
     for name, param in named:
         if _owner(param) is not None:
             raise ValueError(

@@ -24,9 +24,9 @@ from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.reducer.autograd_hooks import EndOfBackward, GradientHooks
 from lightning_ddp_hooks.reducer.bucket import Bucket
 from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, EngineCallbacks
-from lightning_ddp_hooks.reducer.readiness import Readiness
 from lightning_ddp_hooks.reducer.stream import CommStream
 
+_NEVER_FULL = 1 << 60
 # Of what lies in host memory, only these dtypes are: the others are scaled a whole bucket at a time, since
 # `_foreach_mul_` would round the factor to bfloat16 or float16.
 _EAGER_ON_HOST = (torch.float32, torch.float64)
@@ -50,11 +50,6 @@ def _without_grad(function: Callable[_P, None]) -> Callable[_P, None]:
 
 class PythonEngine:
     """Counts gradients, copies them into buckets and back.
-
-    Args:
-        params: Parameters to watch.
-        callbacks: Whom to report to; held weakly, and when it goes, the engine closes.
-        views: Whether ``.grad`` becomes a slice of the bucket, instead of a copy of the result.
 
     Attributes:
         backend: Name of this kind of engine.
@@ -84,7 +79,12 @@ class PythonEngine:
         self._views = views
         self._scale = 1.0
         self._buckets: list[Bucket] = []
-        self._readiness = Readiness(len(params))
+        self._used = bytearray(len(params))
+        self._expected = [0] * len(params)
+        self._left = [0] * len(params)  # how often the gradient of each parameter is still to come
+        self._bucket_of = [0] * len(params)
+        self._pending: list[int] = []  # how many parameters of each bucket are not ready; last: those without a bucket
+        self._pending_at_start: list[int] = []
         self._order: list[int] = []
         self._late: list[int] = []
         self._view_of: list[Tensor | None] = [None] * len(params)
@@ -97,27 +97,26 @@ class PythonEngine:
     def complete(self) -> bool:
         """Whether all gradients of the backward have come that lie in buckets."""
         last = len(self._buckets) - 1
-        return not self.recording and self.launched == max(last, 0) and (last < 0 or not self._readiness.pending[last])
+        return not self.recording and self.launched == max(last, 0) and (last < 0 or not self._pending[last])
 
     def set_layout(self, buckets: Sequence[Bucket], streams: Sequence[CommStream], expected: Sequence[int]) -> None:
-        """Take new buckets.
-
-        Args:
-            buckets: In order of reduction; a parameter that is in none of them is only watched.
-            streams: Stream of each bucket, which an engine that launches by itself would use.
-            expected: How often each parameter's gradient comes in one backward (more than once if a re-entrant
-                checkpoint uses it more than once; 0 if this rank never uses it).
-        """
+        """Take new buckets."""
         self._buckets = list(buckets)
-        self._readiness.set_layout([bucket.layout.indices for bucket in buckets], expected)
+        self._expected = list(expected)
+        self._left = [0] * len(expected)
+        self._bucket_of = [len(buckets)] * len(expected)  # without a bucket
+        self._pending_at_start = [sum(expected[index] > 0 for index in b.layout.indices) for b in buckets]
+        self._pending_at_start.append(_NEVER_FULL)
+        self._pending = list(self._pending_at_start)
         self._slots = []
         self._deferred = []
         self._view_of = [None] * len(self._params)
         self._eager = [None] * len(self._params)
-        for bucket in buckets:
+        for position, bucket in enumerate(buckets):
             deferred = []
             for index, view in zip(bucket.layout.indices, bucket.views, strict=True):
                 self._view_of[index] = view
+                self._bucket_of[index] = position
                 if view.numel() >= EAGER_NUMEL and expected[index] == 1 and _may_be_eager(view):
                     self._eager[index] = view
                 else:
@@ -133,7 +132,8 @@ class PythonEngine:
         """Begin to count the gradients of a synced backward."""
         self.active = True
         self.launched = 0
-        self._readiness.start()
+        self._left[:] = self._expected
+        self._pending[:] = self._pending_at_start
         self._order.clear()
         self._late.clear()
 
@@ -149,8 +149,16 @@ class PythonEngine:
         def aborted() -> None:
             if (engine := own()) is not None:
                 engine.callback_queued, engine.aborted = False, True
+                engine._take_gradients_out()
 
         EndOfBackward(ended, aborted)
+
+    @_without_grad
+    def _take_gradients_out(self) -> None:
+        """Move gradients out of buckets that may still be written over, where a further backward would add to them."""
+        for param, view in zip(self._params, self._view_of, strict=True):
+            if view is not None and param.grad is view:
+                param.grad = view.clone()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Have the end of a backward told that comes through one of the tensors, if `sync` is set then.
@@ -179,15 +187,14 @@ class PythonEngine:
         self.active = False
 
     def _gradient_ready(self, index: int, param: Tensor) -> None:
-        readiness = self._readiness
-        readiness.used[index] = 1
+        self._used[index] = 1
         if not self.sync:
             return
         if not (self.active and self.callback_queued):
             self._begin()
-            readiness.used[index] = 1  # forgotten if an aborted backward was given up
-        left = readiness.left[index] - 1
-        readiness.left[index] = left
+            self._used[index] = 1  # forgotten if an aborted backward was given up
+        left = self._left[index] - 1
+        self._left[index] = left
         if left:
             if left < 0:
                 self._came_again(index)
@@ -200,9 +207,9 @@ class PythonEngine:
         view = self._eager[index]
         if view is not None:
             self._copy_in(param, view)
-        bucket = readiness.bucket_of[index]
-        pending = readiness.pending[bucket] - 1
-        readiness.pending[bucket] = pending
+        bucket = self._bucket_of[index]
+        pending = self._pending[bucket] - 1
+        self._pending[bucket] = pending
         if not pending and bucket == self.launched:
             self._announce_full()
 
@@ -216,13 +223,12 @@ class PythonEngine:
 
     def _came_again(self, index: int) -> None:
         # Harmless as long as the gradient still lies in `.grad` alone.
-        copied = self._readiness.bucket_of[index] < self.launched or self._eager[index] is not None
-        if not self.recording and (copied or not self._readiness.is_expected(index)):
+        copied = self._bucket_of[index] < self.launched or self._eager[index] is not None
+        if not self.recording and (copied or not self._expected[index]):
             self._late.append(index)
 
     def _announce_full(self) -> None:
-        pending = self._readiness.pending
-        while self.launched < len(self._buckets) - 1 and not pending[self.launched]:
+        while self.launched < len(self._buckets) - 1 and not self._pending[self.launched]:
             index = self.launched
             self.fill(index)
             self.launched = index + 1
@@ -256,10 +262,9 @@ class PythonEngine:
     @_without_grad
     def fill(self, bucket: int) -> None:
         """Copy into the bucket what has not been copied yet; a missing gradient counts as zero."""
-        left = self._readiness.left
-        if self.recording or self._readiness.pending[bucket]:
+        if self.recording or self._pending[bucket]:
             for index, param, view in self._slots[bucket]:
-                if self._eager[index] is not None and (self.recording or left[index] > 0):
+                if self._eager[index] is not None and (self.recording or self._left[index] > 0):
                     self._copy_in(param, view)
         deferred = self._deferred[bucket]
         if not deferred:
@@ -305,11 +310,11 @@ class PythonEngine:
 
     def unready(self) -> list[int]:
         """Return the parameters whose gradient has not come, or not as often as expected, in this backward."""
-        return self._readiness.unready()
+        return [index for index, left in enumerate(self._left) if left > 0]
 
     def fired(self) -> list[int]:
         """Return how often each parameter's gradient has come in this backward."""
-        return self._readiness.fired()
+        return [expected - left for expected, left in zip(self._expected, self._left, strict=True)]
 
     def order(self) -> list[int]:
         """Return the parameters in the order in which they became ready; noted only while `recording`."""
@@ -321,11 +326,11 @@ class PythonEngine:
 
     def used(self) -> bytes:
         """Return one byte for each parameter: 1 if it got a gradient since `forget_use`, else 0."""
-        return bytes(self._readiness.used)
+        return bytes(self._used)
 
     def forget_use(self) -> None:
         """Begin a new accumulation window."""
-        self._readiness.forget_use()
+        self._used[:] = bytes(len(self._used))
 
     def close(self) -> None:
         """Remove all hooks and let go of the buckets."""

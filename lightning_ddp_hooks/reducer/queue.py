@@ -53,11 +53,6 @@ class PlainMean:
 class CollectiveQueue:
     """Runs a hook on buckets.
 
-    Args:
-        group: Ranks to reduce over; nothing else uses the group.
-        at_once: Whether waiting only queues; see [Note: order of collectives].
-        timeout: Timeout of further groups; None for that of ``group``.
-
     Attributes:
         hook: Hook that reduces the buckets.
         at_once: Whether waiting only queues.
@@ -85,14 +80,7 @@ class CollectiveQueue:
         self.all_launched = False
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
-        """Make groups of parts of the ranks; collective.
-
-        Args:
-            parts: Ranks of each part, as positions in the queue's group; together they name each rank once.
-
-        Returns:
-            The part that this rank is in.
-        """
+        """Make groups of parts of the ranks; collective."""
         own = tuple(sorted(next(part for part in parts if comm.rank(self.group) in part)))
         made = comm.split_group(self.group, [sorted(part) for part in parts], timeout=self._timeout)
         handle = Subgroup(own)
@@ -155,12 +143,7 @@ class CollectiveQueue:
             blocked.block()
 
     def send_status(self, slot: Tensor, *, travels_along: bool) -> None:
-        """Sum a status over the ranks, at the same place among the collectives on all ranks.
-
-        Args:
-            slot: The status; overwritten by the sum if it travels along.
-            travels_along: Whether a collective that was just issued takes it along.
-        """
+        """Sum a status over the ranks, at the same place among the collectives on all ranks."""
         self._status = slot if travels_along else slot.clone()
         if not travels_along:
             with comm.counted_as(CONTROL):
@@ -215,13 +198,7 @@ class CollectiveQueue:
         return self.all_launched
 
     def issue(self, request: Request, stage: int, storage: Bucket | None = None) -> Issued:
-        """Issue the collectives of a request.
-
-        Args:
-            request: What the hook has yielded.
-            stage: Number of collectives that the bucket has issued before.
-            storage: Memory of the bucket, whose status a sum of the whole buffer takes along.
-        """
+        """Issue the collectives of a request."""
         if isinstance(request, requests.Wait):
             handle = request.handle
             return Issued([handle], lambda: handle)
@@ -240,12 +217,7 @@ class CollectiveQueue:
 
 
 def carry_out(phases: Generator[Request, Any, None], group: comm.ProcessGroup) -> None:
-    """Carry out requests outside of a backward: one after the other on one group, waiting for each.
-
-    Args:
-        phases: Generator of requests without subgroups.
-        group: Ranks that take part; the order of what is issued on it is up to the caller.
-    """
+    """Carry out requests outside of a backward: one after the other on one group, waiting for each."""
     queue, result = CollectiveQueue(group, at_once=True), None
     with torch.no_grad(), suppress(StopIteration):
         while True:

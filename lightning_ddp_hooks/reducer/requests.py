@@ -25,7 +25,6 @@ class Waitable(Protocol):
 
     def wait(self) -> object:
         """Block until it is done (on a device: make the current stream wait for it)."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,14 +21,7 @@ def expects_sparse_gradient(module: nn.Module) -> set[int]:
 
 @torch.no_grad()
 def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: comm.ProcessGroup) -> Tensor:
-    """Return the sum of all ranks' sparse gradients over ``divisor``, coalesced; a collective call.
-
-    Args:
-        gradient: this rank's gradient, in COO layout; None counts as one without entries.
-        like: the parameter, for shape, dtype and device.
-        divisor: by what the sum is divided.
-        group: the ranks that take part.
-    """
+    """Return the sum of all ranks' sparse gradients over ``divisor``, coalesced; a collective call."""
     if gradient is None:
         gradient = torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64),
@@ -48,15 +41,7 @@ def mean_sparse(gradient: Tensor | None, like: Tensor, divisor: float, group: co
 def mean_sparse_or_dense(
     gradient: Tensor | None, like: Tensor, divisor: float, group: comm.ProcessGroup, *, sparse: bool
 ) -> Tensor:
-    """Return the sum of all ranks' gradients of one parameter over ``divisor``, by itself; a collective call.
-
-    Args:
-        gradient: This rank's gradient; None counts as zero.
-        like: The parameter.
-        divisor: What the sum is divided by.
-        group: Ranks that take part.
-        sparse: Whether gradients of the parameter are sparse.
-    """
+    """Return the sum of all ranks' gradients of one parameter over ``divisor``, by itself; a collective call."""
     if sparse:
         return mean_sparse(gradient, like, divisor, group)
     bucket = Bucket(BucketLayout.build([0], [like]), [like])

@@ -25,12 +25,7 @@ from lightning_ddp_hooks.reducer.stream import DeferredRead
 
 @dataclass(frozen=True)
 class Status:
-    """The sums over the ranks.
-
-    Attributes:
-        mismatches: How many ranks found something wrong.
-        losses: How many ranks had a loss.
-    """
+    """The sums over the ranks."""
 
     mismatches: int
     losses: int
@@ -44,12 +39,7 @@ class Status:
 
 @dataclass(frozen=True)
 class PendingStatus:
-    """A status that is yet to be looked at.
-
-    Attributes:
-        read: The sums on their way to the host.
-        report: What this rank has to report of that backward.
-    """
+    """A status that is yet to be looked at."""
 
     read: DeferredRead
     report: RankReport

@@ -10,7 +10,6 @@ the compute stream waits once, at the end (j). The host never waits.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,76 +17,46 @@ from torch import Tensor
 from lightning_ddp_hooks import _compat
 
 
-class DeferredRead(Protocol):
-    """A few numbers on their way from the device to the host."""
+class DeferredRead:
+    """A few numbers on their way to the host; this one, of host memory, has them there."""
 
-    def values(self) -> list[float]:
-        """Wait for the numbers if they are not there yet, and return them."""
-        ...
-
-
-class CommStream(Protocol):
-    """The seam between the reducer and the device; tests put a recording fake in its place.
-
-    Attributes:
-        asynchronous: Whether the host runs ahead of the device.
-        stream: torch's stream object, which the native engine launches on; None where there is none.
-    """
-
-    asynchronous: bool
-    stream: torch.Stream | None
-
-    def after_compute(self) -> AbstractContextManager[object]:
-        """Enter the communication stream, behind all work queued so far on the compute stream."""
-        ...
-
-    def context(self) -> AbstractContextManager[object]:
-        """Enter the communication stream without waiting for the compute stream."""
-        ...
-
-    def join(self) -> None:
-        """Let the compute stream wait for all work queued so far on the communication stream."""
-        ...
-
-    def read(self, tensor: Tensor) -> DeferredRead:
-        """Begin to bring a small tensor of the communication stream to the host, in whose context the call is made."""
-        ...
-
-
-class _HostRead:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def values(self) -> list[float]:
+        """Wait for the numbers if they are not there yet, and return them."""
         return list(map(float, self._tensor.flatten().tolist()))
 
 
-class HostStream:
-    """The CPU has no streams: work happens in program order, and nothing is to be done."""
+class CommStream:
+    """Stream that communication runs on; this one, the CPU's, does nothing: work happens in program order.
 
-    asynchronous = False
+    Attributes:
+        stream: Torch's stream object, which the native engine launches on; None where there is none.
+    """
+
     stream: torch.Stream | None = None
 
-    def __init__(self) -> None:
-        self._here: AbstractContextManager[object] = nullcontext()
-
     def after_compute(self) -> AbstractContextManager[object]:
-        """Enter the communication stream, behind what the compute stream has queued."""
-        return self._here
+        """Enter the communication stream, behind all work queued so far on the compute stream."""
+        return self.context()
 
     def context(self) -> AbstractContextManager[object]:
-        """Enter the communication stream."""
-        return self._here
+        """Enter the communication stream without waiting for the compute stream."""
+        return _NO_STREAM
 
     def join(self) -> None:
-        """Let the compute stream wait for the communication stream."""
+        """Let the compute stream wait for all work queued so far on the communication stream."""
 
     def read(self, tensor: Tensor) -> DeferredRead:
-        """Begin to bring a small tensor to the host."""
-        return _HostRead(tensor)
+        """Begin to bring a small tensor of this stream to the host; within its context."""
+        return start_read(tensor)
 
 
-class _DeviceRead:
+_NO_STREAM: AbstractContextManager[object] = nullcontext()
+
+
+class _DeviceRead(DeferredRead):
     def __init__(self, tensor: Tensor) -> None:
         # Pinned memory, since a copy into pageable memory would make the host wait here.
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -107,17 +76,11 @@ def has_streams(device: torch.device) -> bool:
 
 def start_read(tensor: Tensor) -> DeferredRead:
     """Begin to bring a small tensor of the current stream to the host."""
-    return _DeviceRead(tensor) if has_streams(tensor.device) else _HostRead(tensor)
+    return _DeviceRead(tensor) if has_streams(tensor.device) else DeferredRead(tensor)
 
 
-class DeviceStream:
-    """A stream of high priority, so that reduction is not queued behind the kernels of the backward.
-
-    Args:
-        device: where the buckets are; any accelerator.
-    """
-
-    asynchronous = True
+class DeviceStream(CommStream):
+    """A stream of high priority, so that reduction is not queued behind the kernels of the backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -142,11 +105,7 @@ class DeviceStream:
         self._done.record(self._stream)
         torch.accelerator.current_stream(self._device).wait_event(self._done)
 
-    def read(self, tensor: Tensor) -> DeferredRead:
-        """Begin to bring a small tensor to the host."""
-        return _DeviceRead(tensor)
-
 
 def comm_stream(device: torch.device) -> CommStream:
     """Return the communication stream for buckets on ``device``."""
-    return DeviceStream(device) if has_streams(device) else HostStream()
+    return DeviceStream(device) if has_streams(device) else CommStream()

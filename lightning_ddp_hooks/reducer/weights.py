@@ -12,9 +12,6 @@ class SampleWeights:
 
     The loss is scaled, and not the gradients, since that is right under accumulation and under every hook. The exchange
     is posted before the forward and awaited before the backward, so that it costs next to no time.
-
-    Args:
-        group: a CPU group over the ranks.
     """
 
     def __init__(self, group: comm.ProcessGroup) -> None:

@@ -55,11 +55,7 @@ def is_built() -> bool:
 
 
 def load() -> ModuleType:
-    """Import the compiled engine.
-
-    Raises:
-        ImportError: it is not built, or cannot be loaded.
-    """
+    """Import the compiled engine."""
     return _load(library_path())
 
 
@@ -74,14 +70,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def build() -> Path:
-    """Compile the engine unless it is compiled already; of several processes on a node one does, the others wait.
-
-    Returns:
-        The path of the library.
-
-    Raises:
-        RuntimeError: it cannot be compiled; with the compiler's message.
-    """
+    """Compile the engine unless it is compiled already; of several processes on a node one does, the others wait."""
     target = library_path()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -101,12 +101,29 @@ struct Engine::EndOfBackward {
     if (const auto self = ended ? nullptr : weak.lock()) {
       self->callback_queued = false;
       self->aborted = true;
+      self->take_gradients_out();
     }
   }
 
   std::weak_ptr<Engine> weak;
   bool ended = false;
 };
+
+// What is still being sent will be written over, but the gradients of a further backward must not be.
+void Engine::take_gradients_out() noexcept {
+  try {
+    const Lock lock(hooks_.anchor()->mutex);
+    const at::NoGradGuard no_grad;
+    for (auto& param : params_) {
+      auto& gradient = param.tensor.mutable_grad();
+      if (param.view.defined() && gradient.defined() && gradient.is_same(param.view)) {
+        gradient = param.view.clone();
+      }
+    }
+  } catch (const std::exception& error) {
+    TORCH_WARN("Gradients of an aborted backward stay in their buckets: ", error.what());
+  }
+}
 
 void Engine::queue_callback() {
   callback_queued = true;

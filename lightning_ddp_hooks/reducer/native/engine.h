@@ -96,6 +96,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   struct EndOfBackward;
 
   std::shared_ptr<Engine> begin_backward();
+  void take_gradients_out() noexcept;
   void report_aborted();
   void came_again(size_t index);
   void launch_full();

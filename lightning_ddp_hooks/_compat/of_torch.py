@@ -1,0 +1,216 @@
+"""Private names of torch: autograd, streams, optimizers, operations on lists of tensors."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import FrameType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import grad_mode, profiler
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.profiler import record_function
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is being executed ends, before ``backward()`` returns.
+
+    There is no public way to learn that a backward has ended.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def current_backward_id() -> int:
+    """Return the id of the backward that runs on this thread, or -1 outside one.
+
+    A re-entrant checkpoint runs a backward inside a backward; the ids tell them apart.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Let in-place writes to ``tensors`` go unnoticed by autograd's version check.
+
+    Buffers are broadcast between two forwards of one graph; their saved values are not needed by the backward.
+    """
+    if _PRESERVES_SEVERAL:
+        return grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+    stack = ExitStack()
+    for tensor in tensors:
+        stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
+    return stack
+
+
+# Older torch takes one tensor at a time, under this name.
+_PRESERVES_SEVERAL = "tensor" not in inspect.signature(grad_mode._unsafe_preserve_version_counter.__init__).parameters
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Give what runs in this context a name in profiles.
+
+    ``record_function`` takes several microseconds even while nobody profiles, and says nowhere public that nobody does.
+    """
+    return record_function(name) if profiler._is_profiler_enabled else _NO_SPAN
+
+
+_NO_SPAN: AbstractContextManager[object] = nullcontext()
+
+
+class OnStream:
+    """Makes a stream of any accelerator the current one.
+
+    torch 2.6 has no ``with stream:``, and later a stream can be entered only once at a time.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._index = _current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.accelerator.set_stream(self._before)  # makes its device the current one, too
+        if self._index != self._before.device_index:
+            _set_device_index(self._index)
+
+
+# torch 2.6 calls an index "idx".
+_accelerator: Any = torch.accelerator
+
+
+_current_device_index = getattr(_accelerator, "current_device_index", None) or _accelerator.current_device_idx
+
+
+_set_device_index = getattr(_accelerator, "set_device_index", None) or _accelerator.set_device_idx
+
+
+def buffer_tables(module: torch.nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
+    """Return the name and the live table of buffers of each submodule.
+
+    To walk the tables takes a tenth of the time of ``named_buffers``, which walks the tree of modules.
+    """
+    return [(name, submodule._buffers) for name, submodule in module.named_modules()]
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target in one call."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all elements, one tensor behind the other, in one call."""
+    return torch._utils._flatten_dense_tensors(list(tensors))  # type: ignore[no-any-return]
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo `flatten` in one call: return views in the shapes of ``like``."""
+    return list(torch._utils._unflatten_dense_tensors(flat, list(like)))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Scale each tensor in place in one call."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_abs_sum(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the sum of absolute values of each tensor, in ``dtype``, in one call."""
+    return list(torch._foreach_norm(list(tensors), 1, dtype=dtype))
+
+
+def is_uninitialized(parameter: Tensor) -> bool:
+    """Tell whether a parameter belongs to a lazy module that has not seen its first input."""
+    return isinstance(parameter, (UninitializedParameter, UninitializedBuffer))
+
+
+def ignored_names(module: torch.nn.Module) -> frozenset[str]:
+    """Return the parameters and buffers that the module asks data parallelism to leave alone.
+
+    ``_ddp_params_and_buffers_to_ignore`` is how torch lets a module say so.
+    """
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def backward_is_nested() -> bool:
+    """Tell whether the backward that is just ending runs inside another one (re-entrant checkpointing).
+
+    The engine does not say so, but the Python stack does: an enclosing backward shows as the call of a Function's
+    ``backward`` below the call of the engine.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inside_engine = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_engine_run_backward":
+            inside_engine = True
+        elif inside_engine and name == "apply" and frame.f_code.co_filename == _FUNCTION_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FUNCTION_FILE = torch.autograd.function.__file__
+
+
+def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return where a GradScaler has noted, while unscaling, that gradients are not finite; one flag for each device.
+
+    Empty if it has not unscaled, since the optimizer does so itself (fused optimizers).
+    """
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def loss_scale(scaler: torch.amp.GradScaler) -> Tensor | float:
+    """Return the scale of a GradScaler without waiting for the device: a tensor once the scaler has been used."""
+    scale = scaler._get_scale_async()
+    return float(scaler.get_scale()) if scale is None else scale
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Tell whether several elements of the tensor share memory, as in an expanded one."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# Set on fused optimizers until they have looked once at what they were given; it does not change an update.
+FUSED_CHECK_FLAG = "_need_device_dtype_check_for_fused"
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the ``step`` of an optimizer's class without the wrapper that fires step hooks."""
+    step: Callable[..., Any] = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def may_replace_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``step`` is that of the class, or wrapped only by a scheduler of learning rates."""
+    own = vars(optimizer).get("step")
+    return own is None or hasattr(own, "_wrapped_by_lr_sched")
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+    """Put ``step(optimizer, closure)`` in the place of an optimizer's, with its step hooks; return what undoes it.
+
+    A scheduler of learning rates warns unless the ``step`` it finds is one that tells of having been called.
+    """
+
+    def marked(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # type: ignore[attr-defined]
+        return step(self, *args, **kwargs)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(marked)
+    hooked._wrapped_by_lr_sched = True
+    before = vars(optimizer).get("step")
+    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if before is None:
+            vars(optimizer).pop("step", None)
+        else:
+            optimizer.step = before  # type: ignore[method-assign]
+
+    return undo

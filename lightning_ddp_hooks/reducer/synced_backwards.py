@@ -1,0 +1,199 @@
+r"""The life of a synced backward: opened by its first gradient, finished on all ranks, aborted, or given up.
+
+open_backward -> bucket_full, bucket_full, ... -> backward_ended      all ranks have the mean
+\--- an exception: noted (by the window, or by the callback that autograd drops), and finished with zeros by
+|    whatever begins next (forward, window, gradient): all ranks drop their gradients, or raise if some had none
+\--- communication fails: given up; the ranks' collectives match no more, so that no further one may begin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.backend import Engine
+from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
+from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
+from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
+from lightning_ddp_hooks.reducer.module_sync import Buffers
+from lightning_ddp_hooks.reducer.parameters import WatchedParameters
+
+
+class SyncedBackwards:
+    """The part of `Reducer` that opens and ends synced backwards; what engines call.
+
+    Attributes:
+        on_backward_begin: Called when a synced backward begins.
+        synced_backwards: Number of synced backwards that have ended.
+        skip_step: Whether all ranks are to skip the step of the last backward.
+        aborted_work: Whether collectives were begun that nobody waits for any more.
+        aborted_at: Where an aborted backward was: `progress` and `waits_for`; None while none is aborted.
+    """
+
+    world_size: int
+    group: comm.ProcessGroup
+    control_group: comm.ProcessGroup
+    buffers: Buffers
+    _parameters: WatchedParameters
+    _in_flight: InFlightBuckets
+    _manager: BucketManager
+    _end: BackwardEnd
+
+    def __init__(self) -> None:
+        self.on_backward_begin: Callable[[], None] | None = None
+        self.synced_backwards = 0
+        self.skip_step = False
+        self.aborted_work = False
+        self.aborted_at: tuple[int, int, int, str] | None = None
+        self._aborted: str | None = None  # the exception that has ended the backward that is still open
+        self._unusable: str | None = None  # why ranks can go on no more
+        self._window_open = False
+
+    @property
+    def _engine(self) -> Engine:
+        return self._manager.engine
+
+    def open_backward(self) -> None:
+        """Prepare for a synced backward, whose first gradient has come."""
+        if torch.is_grad_enabled() and _compat.current_backward_id() != -1:
+            raise RuntimeError(
+                "backward(create_graph=True) cannot be reduced over ranks: the mean of gradients is not part of the "
+                "graph. Compute the inner gradient with torch.autograd.grad(..., create_graph=True), or run this "
+                "backward under no_sync()."
+            )
+        if self.on_backward_begin is not None:
+            self.on_backward_begin()
+        self._open()
+
+    def _open(self) -> None:
+        self._require_usable()
+        self.aborted_at = None
+        # Not before: until now gradients may have lain in the old buckets, and most are gone when new ones come.
+        self._manager.use_planned()
+        if self._in_flight.observer is not None:
+            self._in_flight.observer.backward_opened()
+        self._in_flight.start()
+        self._engine.start()
+
+    def bucket_full(self, index: int) -> None:
+        """Launch a bucket that is full."""
+        try:
+            self._in_flight.bucket_full(index)
+        except Exception as error:  # a hook's; what it has sent and not sent is not known
+            self._note_unusable(f"{type(error).__name__}: {error}")
+            raise
+
+    def backward_ended(self) -> None:
+        """End the backward, unless it goes on in an enclosing backward or in the rest of the window."""
+        if not self._engine.active:
+            return
+        if self._end.complete or not (self._window_open or _compat.backward_is_nested()):
+            self._finish()
+
+    def backward_aborted(self) -> None:
+        """Finish a backward that an exception has ended, before another one goes on without a forward between them."""
+        self._notice_aborted()
+        if self._aborted is not None:
+            self._finish(self._aborted, keeps_gradients=True)
+
+    def _notice_aborted(self) -> None:
+        engine = self._engine
+        if engine.callback_queued or engine.aborted:  # an exception has dropped the callback, or is about to
+            engine.callback_queued = engine.aborted = False
+            if engine.active and self._aborted is None:
+                self._note_aborted("an exception")
+
+    def _note_aborted(self, error: str) -> None:
+        engine = self._engine
+        engine.callback_queued = engine.aborted = False
+        self._aborted = error
+        if engine.active:
+            self.aborted_at = (*self.progress(), self.waits_for())
+
+    def _finish(self, aborted: str | None = None, *, keeps_gradients: bool = False) -> None:
+        self._require_usable()
+        try:
+            if aborted is not None and not self._engine.active:
+                self._open()
+            with _compat.span("ldh::finish"), torch.no_grad():
+                self._finish_backward(aborted, keeps_gradients=keeps_gradients)
+        except BaseException as error:
+            if self._engine.active:  # it was not brought to its end
+                self._give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def _finish_backward(self, aborted: str | None, *, keeps_gradients: bool) -> None:
+        engine = self._engine
+        self.skip_step = False
+        recorded, own_fired = engine.recording, engine.fired() if engine.recording else []  # before buckets may change
+        outcome = self._end.finish(aborted)
+        resolution = outcome.resolution
+        self._in_flight.forget()
+        engine.stop()
+        self.forget_use()
+        self._aborted = None
+        self.synced_backwards += 1
+        self.buffers.changed()
+        self.skip_step = resolution.skip_step
+        if resolution.discard and not keeps_gradients:
+            for param in self._parameters.params:
+                param.grad = None
+        if aborted is not None and self._in_flight.nonfinite is not None:
+            self._in_flight.nonfinite.forget()
+        if self._in_flight.observer is not None:
+            observer = self._in_flight.observer
+            (observer.backward_finished if aborted is None else observer.backward_aborted)()
+        if outcome.error is not None:
+            raise outcome.error
+        if resolution.relayout:
+            self._end.reduce_unfrozen()
+            self._manager.restart()
+        elif recorded and not resolution.discard:
+            self._manager.conclude(own_fired, self.group, self.control_group)
+
+    def _note_unusable(self, error: str) -> None:
+        if self.world_size > 1:  # one rank alone cannot part ways with anybody
+            self._unusable = self._unusable or error
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise RuntimeError(
+                "The ranks cannot go on: in an earlier backward the communication of gradients broke off "
+                f"({self._unusable}), so that their collectives do not match any more. Resume from a checkpoint."
+            )
+
+    def _give_up(self, error: str) -> None:
+        """Leave a backward whose communication has failed; nothing that it has sent is waited for."""
+        if self._engine.active:
+            self.aborted_at = (*self.progress(), self.waits_for())
+        self.aborted_work |= self._in_flight.under_way
+        self._note_unusable(error)
+        self._aborted = None
+        self._engine.stop()
+        self._engine.callback_queued = self._engine.aborted = False
+        self.forget_use()
+        self._in_flight.forget()
+        if self._in_flight.nonfinite is not None:
+            self._in_flight.nonfinite.forget()
+        if self._in_flight.observer is not None:
+            self._in_flight.observer.backward_aborted()
+
+    def forget_use(self) -> None:
+        """Begin a new accumulation window: gradients that came so far were used up without being reduced."""
+        self._engine.forget_use()
+        self._parameters.forget_use()
+
+    def progress(self) -> tuple[int, int, int]:
+        """Count ended synced backwards, then of the open one the buckets sent and all buckets (0 while none is open).
+
+        From any thread, so that it may be out of date.
+        """
+        if not self._engine.active:
+            return self.synced_backwards, 0, 0
+        return self.synced_backwards, self._in_flight.sent, len(self._in_flight.buckets)
+
+    def waits_for(self) -> str:
+        """Say which buckets the open backward waits for; from any thread, so that it may be out of date."""
+        return self._in_flight.waits_for() if self._engine.active else ""
