@@ -27,9 +27,8 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, training_state
 from lightning_ddp_hooks.config import Settings, replicas_differ_from
+from lightning_ddp_hooks.health.checks import NonfiniteGuard, check_replicas
 from lightning_ddp_hooks.health.heartbeat import Progress
-from lightning_ddp_hooks.health.checks import NonfiniteGuard
-from lightning_ddp_hooks.health.checks import check_replicas
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
