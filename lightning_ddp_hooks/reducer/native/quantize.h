@@ -6,7 +6,7 @@
 namespace ldh {
 
 // Adds the functions that NativeStages calls. Tensors are dense, on the CPU, float32, or uint8 for messages; a message
-// is laid out as in hooks/chunks.py.
+// is laid out as in hooks/kernels.py.
 void bind_quantization(pybind11::module_& m);
 
 }  // namespace ldh
