@@ -19,8 +19,6 @@ pytestmark = pytest.mark.ranks
 class RecordingStream:
     """Notes what is asked of it, and inside which context collectives are launched and waited for."""
 
-    asynchronous = False
-
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
