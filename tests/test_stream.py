@@ -19,8 +19,6 @@ pytestmark = pytest.mark.ranks
 class RecordingStream:
     """Notes what is asked of it, and inside which context collectives are launched and waited for."""
 
-    asynchronous = False
-
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
@@ -92,5 +90,4 @@ def test_the_host_stream_does_nothing() -> None:
     host = stream.comm_stream(torch.device("cpu"))
     with host.after_compute(), host.context():
         host.join()
-    assert not host.asynchronous
     assert host.read(torch.tensor([3.0, 4.0])).values() == [3.0, 4.0]
