@@ -116,7 +116,7 @@ class Injector(Callback):
         if trainer.global_step != PLACES[self.fault.place][0]:
             return
         if self.fault.place == "hook":
-            self._before(trainer.strategy.reducer._in_flight.comm.hook, "reduce", trainer)
+            self._before(trainer.strategy.reducer.queue.hook, "reduce", trainer)
         if self.fault.place == "average":
             self._before(trainer.strategy.run.averaging.bound, "_average", trainer)
         if self.fault.place == "step":
