@@ -26,7 +26,7 @@ class Boom(Exception):
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(LAYERS))).double()
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(LAYERS)), nn.Tanh()).double()
 
 
 def _input(step: int, rank: int) -> Tensor:
@@ -93,7 +93,7 @@ def _all_fail(backend: str) -> dict[str, list[str]]:
         )
         for policy, settings in POLICIES.items()
         for hook, make in STATELESS_HOOKS.items()
-        for layer in (0, 2, LAYERS - 1)
+        for layer in (0, 2, LAYERS - 1, LAYERS)  # the last two: before any gradient, and before anything of ours
     }
 
 
@@ -105,10 +105,11 @@ def test_an_exception_on_all_ranks_leaves_the_next_steps_right(backend: str, wor
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("hook", ["mean", "AllReduce"])
-def test_an_exception_on_one_rank_raises_on_all(backend: str, hook: str, policy: str) -> None:
+@pytest.mark.parametrize(("hook", "layer"), [("mean", 2), ("AllReduce", 2), ("mean", LAYERS - 1)])
+def test_an_exception_on_one_rank_raises_on_all(backend: str, hook: str, layer: int, policy: str) -> None:
+    """Also one before the first gradient, as in the last layer."""
     settings = {**POLICIES[policy], "reducer_backend": backend}
-    first, second = run_ranks(_train, [1], 2, settings, STATELESS_HOOKS[hook]())
+    first, second = run_ranks(_train, [1], layer, settings, STATELESS_HOOKS[hook]())
     assert first[:BAD_STEP] == second[:BAD_STEP] == ["right"] * BAD_STEP
     assert second[BAD_STEP] == "boom"
     for text in (first[-1], second[-1]):
@@ -123,3 +124,29 @@ def test_the_memory_of_a_hook_cannot_be_taken_back_so_all_ranks_raise() -> None:
         assert found[BAD_STEP] == "boom"
         assert "remembers of them cannot be taken back: resume from a checkpoint" in found[-1]
         assert len(found) == BAD_STEP + 2
+
+
+def _fail_first(hook: Any) -> list[str]:
+    model = ldh.DataParallel(_net(), comm_hook=hook)
+    found = []
+    for step in range(2):
+        output = model(_input(step, dist.get_rank())).square().mean()
+        model.module[0].weight.register_hook(_boom if step == 0 else torch.clone)
+        try:
+            output.backward()
+        except Boom:
+            found.append("boom")
+        else:
+            found.append("done")
+        model.module[0].weight._backward_hooks.clear()
+        model.zero_grad()
+    return found
+
+
+def _boom(grad: Tensor) -> Tensor:
+    raise Boom("boom")
+
+
+def test_an_exception_in_the_recorded_backward_takes_nothing_from_a_hook_that_it_has_not_seen() -> None:
+    hook = ldh.hooks.PowerSGD(rank=1, start_iter=0, min_compression_rate=0.5)
+    assert run_ranks(_fail_first, hook) == [["boom", "done"]] * 2

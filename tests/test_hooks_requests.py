@@ -16,6 +16,7 @@ import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks import BindContext, BoundHook, CommHook, PerParameter, Phases, Rule, requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
+from lightning_ddp_hooks.reducer.issue import issue_collective
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 
@@ -385,3 +386,32 @@ def test_what_is_no_request_is_refused_with_the_remedy(yielded: str, fake_comm: 
     queue = CollectiveQueue(fake_comm(random.Random(0), False)[0], at_once=False, hook=Old())
     with pytest.raises(TypeError, match=r"Old yielded a (FakeWork|Tensor).*requests.AllReduce\(tensor\).*Wait"):
         queue.launch(*a_bucket(0))
+
+
+class Pair:
+    """A group of two ranks, of which nothing but the size is asked."""
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (requests.AllReduce([1.0]), "AllReduce: expected a tensor, got list"),
+        (requests.AllReduce(torch.ones(3).expand(2, 3)), "AllReduce: expected a dense, contiguous tensor"),
+        (requests.AllGather(torch.ones(4, 3).t()), "AllGather: expected a dense, contiguous tensor"),
+        (requests.AllReduce(torch.ones(3).to_sparse()), "AllReduce: expected a dense, contiguous tensor"),
+        (requests.AllToAll(torch.ones(3)), "AllToAll: 3 elements cannot be split into 2"),
+        (requests.ReduceScatter(torch.ones(5)), "ReduceScatter: 5 elements cannot be split into 2"),
+        (requests.Broadcast(torch.ones(2), 2), "expected a source from 0 to 1, got 2"),
+        (requests.AllToAll(torch.ones(4), torch.ones(2)), "expected an output of 4 elements .* got 2"),
+        (requests.AllGather(torch.ones(4), torch.ones(4)), "expected an output of 8 elements .* got 4"),
+        (requests.ReduceScatter(torch.ones(4), torch.ones(4)), "expected an output of 2 elements .* got 4"),
+        (requests.AllGather(torch.ones(4), torch.ones(8).double()), "in torch.float32, got 8 in torch.float64"),
+        (requests.AllGather(torch.ones(2), torch.ones(4, 2)[:, 0]), "expected a dense, contiguous output"),
+    ],
+)
+def test_a_request_that_cannot_be_carried_out_is_refused_before_anything_is_sent(request_: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        issue_collective(request_, Pair(), None)  # type: ignore[arg-type]

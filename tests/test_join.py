@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -225,6 +226,36 @@ def misuse() -> None:
 @pytest.mark.ranks
 def test_misuse_raises_and_an_exception_leaves_at_once() -> None:
     run_ranks(misuse, world_size=2)
+
+
+def fail_in_the_last_backward(at_the_top: bool) -> str:
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Tanh())
+    model = DataParallel(net)
+    failing = False
+
+    def fail(grad: Tensor) -> None:
+        if failing:
+            raise KeyError
+
+    net[1 if at_the_top else 0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    try:
+        with model.join():
+            for step in range(1 + rank):  # rank 0 has joined when it happens
+                failing = rank == 1 and step == 1
+                with suppress(KeyError):
+                    model(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("at_the_top", [False, True])
+def test_an_exception_caught_in_the_last_backward_is_settled_with_the_joined_ranks(at_the_top: bool) -> None:
+    """Rank 2 has more data still, rank 0 has none."""
+    for text in run_ranks(fail_in_the_last_backward, at_the_top, world_size=3):
+        assert text.startswith("The backward of rank 1 was ended by an exception"), text
 
 
 class SaysTooMuch:

@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.config import ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 pytestmark = pytest.mark.ranks
@@ -285,3 +286,26 @@ def _window_with_nothing_to_train() -> int:
 
 def test_an_exception_on_one_rank_leaves_nobody_waiting_where_nothing_is_trained() -> None:
     assert run_ranks(_window_with_nothing_to_train) == [0, 0]
+
+
+def _no_loss_at_first(backend: str, steps_without: int) -> list[tuple[float, bool]]:
+    torch.manual_seed(0)
+    net = Mlp()
+    reducer = Reducer(net, ReducerConfig(static_graph=True, reducer_backend=backend))  # type: ignore[arg-type]
+    found = []
+    for step in range(steps_without + 3):
+        net.zero_grad()
+        reducer.before_forward()
+        with reducer.backward_window():
+            if step >= steps_without:
+                net(data(dist.get_rank(), step, 4, 8)).square().mean().backward()
+        grad = net[0].weight.grad
+        found.append((0.0 if grad is None else _spread(grad), reducer.skip_step))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps_without", [1, 2])
+def test_a_static_graph_is_learned_from_the_first_backward_that_has_a_loss(backend: str, steps_without: int) -> None:
+    wanted = [(0.0, True)] * steps_without + [(0.0, False)] * 3
+    assert run_ranks(_no_loss_at_first, backend, steps_without) == [wanted] * 2

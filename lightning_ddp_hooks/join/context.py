@@ -43,6 +43,12 @@ class JoinHook:
 
     event: Event
 
+    def before_shadowing(self) -> None:
+        """Finish what is still open on this rank; called once it has run out of data, while it still counts as active.
+
+        Such as a backward that an exception has ended, and that the other ranks wait for.
+        """
+
     def main_hook(self) -> None:
         """Do this rank's part of the collectives that an active rank has announced; called once for each event."""
 
@@ -173,8 +179,12 @@ class Join:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Shadow the others until all have run out of data; after an exception, leave at once."""
-        for joinable in self._joinables if self._enable else ():
-            joinable._join = None
+        try:
+            for hook in self._hooks if kind is None else ():
+                hook.before_shadowing()
+        finally:
+            for joinable in self._joinables if self._enable else ():
+                joinable._join = None
         if kind is not None or self._group is None:
             return
         is_last_joiner = True
@@ -214,6 +224,10 @@ class DataParallelJoinHook(JoinHook):
         self._module = module
         self._reducer = reducer
         self._by_world_size = divide_by_initial_world_size
+
+    def before_shadowing(self) -> None:
+        """Bring this rank's last backward to its end."""
+        self._reducer.finalize_pending_backward()
 
     def main_hook(self) -> None:
         """Broadcast buffers, or reduce zeros through the registered hook."""

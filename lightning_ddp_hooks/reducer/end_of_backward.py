@@ -279,15 +279,17 @@ class BackwardEnd:
 
     def _resolve(self, reports: list[RankReport]) -> Outcome:
         hook = self._in_flight.queue.hook
+        recording = self._manager.engine.recording
         # A static graph learns in its recorded backward which parameters it does not use.
-        learns = self._static_graph and self._manager.engine.recording
+        learns = self._static_graph and recording
+        keeps_state = not recording and getattr(hook, "keeps_state", False)  # while recording it has seen nothing
         try:
             resolution = resolve(
                 reports,
                 self._parameters.names,
                 UnusedPolicy.ALLOWED if learns else self._policy,
                 skip_missing_loss=self._skip_missing_loss,
-                stateful_hook=hook.name if getattr(hook, "keeps_state", False) else None,
+                stateful_hook=hook.name if keeps_state else None,
             )
         except RuntimeError as error:
             return Outcome(Resolution(), error)

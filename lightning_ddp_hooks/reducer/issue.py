@@ -29,8 +29,14 @@ def takes_along(request: Request, storage: Bucket | None) -> bool:
 
 
 def issue_collective(request: Request, group: comm.ProcessGroup, storage: Bucket | None) -> Issued:
-    """Issue one collective; a sum of the whole bucket takes the status behind it along."""
+    """Issue one collective; a sum of the whole bucket takes the status behind it along.
+
+    Raises:
+        TypeError: Not a request for a collective, or not of a tensor.
+        ValueError: The tensor is not contiguous, or its size, the output or the source does not fit.
+    """
     size = group.size()
+    _check(request, size)
     if isinstance(request, requests.AllReduce):
         tensor = request.tensor
         if storage is not None and takes_along(request, storage):
@@ -50,6 +56,47 @@ def issue_collective(request: Request, group: comm.ProcessGroup, storage: Bucket
     if isinstance(request, requests.ReduceScatter):
         return _reduce_scatter(request, group)
     raise TypeError(f"Expected a request for a collective, got {type(request).__name__}.")
+
+
+def _check(request: Request, size: int) -> None:
+    """Refuse what a backend would carry out wrongly without a word, or fail on where nobody knows whose it is."""
+    name, tensor = type(request).__name__, getattr(request, "tensor", None)
+    if not isinstance(tensor, Tensor):
+        if isinstance(request, _COLLECTIVES):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}.")
+        return
+    _check_contiguous(name, "tensor", tensor)
+    if isinstance(request, (requests.AllToAll, requests.ReduceScatter)) and tensor.numel() % size:
+        raise ValueError(
+            f"{name}: {tensor.numel()} elements cannot be split into {size} equal parts, one for each rank."
+        )
+    if isinstance(request, requests.Broadcast) and not 0 <= request.source < size:
+        raise ValueError(f"{name}: expected a source from 0 to {size - 1}, got {request.source}.")
+    output = getattr(request, "output", None)
+    if output is not None:
+        _check_contiguous(name, "output", output)
+        expected = {requests.AllToAll: tensor.numel(), requests.AllGather: tensor.numel() * size}.get(
+            type(request), tensor.numel() // size
+        )
+        if output.numel() != expected or output.dtype != tensor.dtype:
+            raise ValueError(
+                f"{name}: expected an output of {expected} elements in {tensor.dtype}, got {output.numel()} in "
+                f"{output.dtype}."
+            )
+
+
+_COLLECTIVES = (
+    requests.AllReduce,
+    requests.AllToAll,
+    requests.AllGather,
+    requests.ReduceScatter,
+    requests.Broadcast,
+)
+
+
+def _check_contiguous(name: str, what: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a dense, contiguous {what}; pass its `.contiguous()`.")
 
 
 def _reduce_scatter(request: requests.ReduceScatter, group: comm.ProcessGroup) -> Issued:

@@ -55,5 +55,5 @@ def _seconds(group: comm.ProcessGroup, nbytes: int, device: torch.device) -> flo
 
 
 def _wait_for_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -48,6 +48,8 @@ class BucketOrderRecorder:
 
     def conclude(self, own_fired: Sequence[int]) -> bool:
         """End a recorded backward; return whether enough has been seen."""
+        if self._count and not self.order:
+            return False  # no rank has had a loss yet
         self._recordings += 1
         never = self._never_used()
         if self._static_graph:

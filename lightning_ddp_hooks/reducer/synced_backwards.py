@@ -102,7 +102,7 @@ class SyncedBackwards:
         engine = self._engine
         if engine.callback_queued or engine.aborted:  # an exception has dropped the callback, or is about to
             engine.callback_queued = engine.aborted = False
-            if engine.active and self._aborted is None:
+            if (engine.active or engine.sync) and self._aborted is None:
                 self._note_aborted("an exception")
 
     def _note_aborted(self, error: str) -> None:
@@ -116,6 +116,8 @@ class SyncedBackwards:
         self._require_usable()
         try:
             if aborted is not None and not self._engine.active:
+                if self.on_backward_begin is not None:
+                    self.on_backward_begin()
                 self._open()
             with _compat.span("ldh::finish"), torch.no_grad():
                 self._finish_backward(aborted, keeps_gradients=keeps_gradients)

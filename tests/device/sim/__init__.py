@@ -125,6 +125,8 @@ def _device_module(native: Any) -> ModuleType:
         synchronize=lambda device=None: native.synchronize(),
         manual_seed=native.seed_all,
         manual_seed_all=native.seed_all,
+        get_rng_state=lambda device=None: native.rng_state(),
+        set_rng_state=lambda state, device=None: native.set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         _is_in_bad_fork=lambda: False,
         _lazy_init=lambda: None,

@@ -196,6 +196,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forbid_host_waits", &forbid_host_waits);
   m.def("host_waits", &host_waits);
   m.def("seed_all", &seed_all);
+  m.def("rng_state", &rng_state);
+  m.def("set_rng_state", &set_rng_state);
   m.def("synchronize", py::overload_cast<>(&synchronize), NoGil());
 }
 

@@ -526,4 +526,16 @@ void seed_all(uint64_t seed) {
   generator.set_current_seed(seed);
 }
 
+at::Tensor rng_state() {
+  auto generator = default_generator();
+  const Lock lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_rng_state(const at::Tensor& state) {
+  auto generator = default_generator();
+  const Lock lock(generator.mutex());
+  generator.set_state(state);
+}
+
 }  // namespace sim

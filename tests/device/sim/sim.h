@@ -70,5 +70,7 @@ void sleep(const c10::Stream& stream, double ms);      // one task
 void forbid_host_waits(bool forbid);
 int64_t host_waits();
 void seed_all(uint64_t seed);
+at::Tensor rng_state();
+void set_rng_state(const at::Tensor& state);
 
 }  // namespace sim
