@@ -64,7 +64,7 @@ class Host:
 
     def backward_aborted(self) -> None:
         self.engine.stop()
-        self.engine.aborted = False
+        self.engine.take_aborted()
         self._hear("broke")
 
 

@@ -58,7 +58,6 @@ class PythonEngine:
         recording: Whether nothing is launched during the backward, since nothing is known about its order.
         callback_queued: Whether the end of the backward that is running will be told.
         active: Whether a synced backward is open.
-        aborted: Whether an exception ended the last backward before its end could be told.
         launched: Number of buckets that were announced in this backward.
     """
 
@@ -70,7 +69,8 @@ class PythonEngine:
         self.recording = True
         self.callback_queued = False
         self.active = False
-        self.aborted = False
+        self._aborted = False
+        self._callback_number = 0
         self.launched = 0
         self._params = list(params)
         self._callbacks = weakref.ref(callbacks)
@@ -140,18 +140,29 @@ class PythonEngine:
     def queue_callback(self) -> None:
         """Have the end of the backward that is running told."""
         self.callback_queued = True
-        own = weakref.ref(self)
+        self._callback_number += 1
+        own, number = weakref.ref(self), self._callback_number
 
         def ended() -> None:
             if (engine := own()) is not None:
                 engine._backward_ended()
 
-        def aborted() -> None:
-            if (engine := own()) is not None:
-                engine.callback_queued, engine.aborted = False, True
+        def aborted() -> None:  # in the thread of a device maybe, when the main thread has long gone on
+            engine = own()
+            if engine is not None and number == engine._callback_number and engine.callback_queued:
+                engine.callback_queued, engine._aborted = False, True
                 engine._take_gradients_out()
 
         EndOfBackward(ended, aborted)
+
+    def take_aborted(self) -> bool:
+        """Tell whether an exception has ended the last backward, and forget it; between two backwards."""
+        aborted = self._aborted or self.callback_queued  # autograd has dropped the callback, or is about to
+        if self.callback_queued:
+            self._take_gradients_out()
+        self._callback_number += 1  # one that is dropped from now on is of the past
+        self._aborted = self.callback_queued = False
+        return aborted
 
     @_without_grad
     def _take_gradients_out(self) -> None:
@@ -174,7 +185,7 @@ class PythonEngine:
             self.queue_callback()
 
     def _report_aborted(self) -> None:
-        if self.aborted and (callbacks := self._callbacks()) is not None:
+        if self._aborted and (callbacks := self._callbacks()) is not None:
             callbacks.backward_aborted()
 
     def _backward_ended(self) -> None:

@@ -100,16 +100,13 @@ class SyncedBackwards:
 
     def _notice_aborted(self) -> None:
         engine = self._engine
-        if engine.callback_queued or engine.aborted:  # an exception has dropped the callback, or is about to
-            engine.callback_queued = engine.aborted = False
-            if (engine.active or engine.sync) and self._aborted is None:
-                self._note_aborted("an exception")
+        if engine.take_aborted() and (engine.active or engine.sync) and self._aborted is None:
+            self._note_aborted("an exception")
 
     def _note_aborted(self, error: str) -> None:
-        engine = self._engine
-        engine.callback_queued = engine.aborted = False
+        self._engine.take_aborted()
         self._aborted = error
-        if engine.active:
+        if self._engine.active:
             self.aborted_at = (*self.progress(), self.waits_for())
 
     def _finish(self, aborted: str | None = None, *, keeps_gradients: bool = False) -> None:
@@ -174,7 +171,7 @@ class SyncedBackwards:
         self._note_unusable(error)
         self._aborted = None
         self._engine.stop()
-        self._engine.callback_queued = self._engine.aborted = False
+        self._engine.take_aborted()
         self.forget_use()
         self._in_flight.forget()
         if self._in_flight.nonfinite is not None:

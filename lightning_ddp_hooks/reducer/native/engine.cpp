@@ -4,6 +4,7 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
@@ -12,6 +13,15 @@ namespace ldh {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 namespace {
+
+// Whether the GIL can be had: a thread that asks for it after the interpreter's end never comes back.
+bool interpreter_runs() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
 
 bool may_be_eager(const at::Tensor& view) {
   return !view.is_complex() && (!view.is_cpu() || Scaler::fuses(view));
@@ -92,27 +102,52 @@ void Engine::start() {
   late_.clear();
 }
 
-// The engine of autograd drops the callbacks of a backward that an exception breaks off: then `ended` is never set.
+// The engine of autograd drops the callbacks of a backward that an exception breaks off: then `ended` is never set. A
+// device's thread may do so when the main thread has long gone on.
 struct Engine::EndOfBackward {
-  explicit EndOfBackward(std::weak_ptr<Engine> engine) : weak(std::move(engine)) {}
+  EndOfBackward(std::weak_ptr<Engine> engine, uint64_t id) : weak(std::move(engine)), number(id) {}
   EndOfBackward(const EndOfBackward&) = delete;
   EndOfBackward& operator=(const EndOfBackward&) = delete;
   ~EndOfBackward() {
     if (const auto self = ended ? nullptr : weak.lock()) {
-      self->callback_queued = false;
-      self->aborted = true;
-      self->take_gradients_out();
+      self->callback_dropped(number);
     }
   }
 
   std::weak_ptr<Engine> weak;
+  const uint64_t number;
   bool ended = false;
 };
+
+void Engine::callback_dropped(uint64_t number) noexcept {
+  if (!interpreter_runs()) {
+    return;
+  }
+  const std::unique_lock<std::recursive_mutex> lock(hooks_.anchor()->mutex, std::try_to_lock);
+  if (!lock) {
+    return;  // `take_aborted` sees a callback that is still queued
+  }
+  const pybind11::gil_scoped_acquire gil;  // Python changes no `.grad` meanwhile
+  if (number == callback_number_ && callback_queued) {
+    callback_queued = false;
+    aborted = true;
+    take_gradients_out();
+  }
+}
+
+bool Engine::take_aborted() {
+  const Lock lock(hooks_.anchor()->mutex);
+  const bool queued = callback_queued.exchange(false);
+  if (queued) {
+    take_gradients_out();
+  }
+  callback_number_++;  // one that is dropped from now on is of the past
+  return aborted.exchange(false) || queued;
+}
 
 // What is still being sent will be written over, but the gradients of a further backward must not be.
 void Engine::take_gradients_out() noexcept {
   try {
-    const Lock lock(hooks_.anchor()->mutex);
     const at::NoGradGuard no_grad;
     for (auto& param : params_) {
       auto& gradient = param.tensor.mutable_grad();
@@ -126,8 +161,9 @@ void Engine::take_gradients_out() noexcept {
 }
 
 void Engine::queue_callback() {
+  const Lock lock(hooks_.anchor()->mutex);
   callback_queued = true;
-  auto end = std::make_shared<EndOfBackward>(weak_from_this());
+  auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++callback_number_);
   torch::autograd::Engine::get_default_engine().queue_callback([end] {
     end->ended = true;
     if (const auto self = end->weak.lock()) {

@@ -46,6 +46,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   void set_mean_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
   void start();
   void queue_callback();
+  bool take_aborted();
   void watch(const std::vector<at::Tensor>& outputs);
   void stop();
   std::vector<int64_t> unready();
@@ -96,6 +97,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   struct EndOfBackward;
 
   std::shared_ptr<Engine> begin_backward();
+  void callback_dropped(uint64_t number) noexcept;
   void take_gradients_out() noexcept;
   void report_aborted();
   void came_again(size_t index);
@@ -109,6 +111,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::vector<Bucket> buckets_;
   Scaler scaler_{1.0};
   c10::intrusive_ptr<c10d::ProcessGroup> mean_group_;
+  uint64_t callback_number_ = 0;
   std::vector<int64_t> order_;
   std::vector<int64_t> late_;
   const bool views_;

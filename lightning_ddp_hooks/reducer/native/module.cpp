@@ -68,8 +68,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("complete", py::cpp_function(&Engine::complete, NoGil()))
       .def_property("sync", &get<bool, &Engine::sync>, &set<bool, &Engine::sync>)
       .def_property("recording", &get<bool, &Engine::recording>, &set<bool, &Engine::recording>)
-      .def_property("callback_queued", &get<bool, &Engine::callback_queued>, &set<bool, &Engine::callback_queued>)
-      .def_property("aborted", &get<bool, &Engine::aborted>, &set<bool, &Engine::aborted>)
+      .def_property_readonly("callback_queued", &get<bool, &Engine::callback_queued>)
       .def_property("active", &get<bool, &Engine::active>, &set<bool, &Engine::active>)
       .def_property("launched", &get<size_t, &Engine::launched>, &set<size_t, &Engine::launched>)
       .def("set_layout",
@@ -83,6 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_mean_group", &Engine::set_mean_group, NoGil())
       .def("start", &Engine::start, NoGil())
       .def("queue_callback", &Engine::queue_callback, NoGil())
+      .def("take_aborted", &Engine::take_aborted, NoGil())
       .def("watch", &Engine::watch, NoGil())
       .def("stop", &Engine::stop, NoGil())
       .def("unready", &Engine::unready, NoGil())
