@@ -71,6 +71,8 @@ class PythonEngine:
         self.active = False
         self._aborted = False
         self._callback_number = 0
+        # Then autograd drops a callback in the thread that has called it, which alone may touch gradients.
+        self._on_host = all(param.is_cpu for param in params)
         self.launched = 0
         self._params = list(params)
         self._callbacks = weakref.ref(callbacks)
@@ -149,8 +151,10 @@ class PythonEngine:
 
         def aborted() -> None:  # in the thread of a device maybe, when the main thread has long gone on
             engine = own()
-            if engine is not None and number == engine._callback_number and engine.callback_queued:
-                engine.callback_queued, engine._aborted = False, True
+            if engine is None or number != engine._callback_number or not engine.callback_queued:
+                return
+            engine.callback_queued, engine._aborted = False, True
+            if engine._on_host:
                 engine._take_gradients_out()
 
         EndOfBackward(ended, aborted)
@@ -158,7 +162,7 @@ class PythonEngine:
     def take_aborted(self) -> bool:
         """Tell whether an exception has ended the last backward, and forget it; between two backwards."""
         aborted = self._aborted or self.callback_queued  # autograd has dropped the callback, or is about to
-        if self.callback_queued:
+        if aborted:
             self._take_gradients_out()
         self._callback_number += 1  # one that is dropped from now on is of the past
         self._aborted = self.callback_queued = False

@@ -4,7 +4,6 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 
@@ -13,15 +12,6 @@ namespace ldh {
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 namespace {
-
-// Whether the GIL can be had: a thread that asks for it after the interpreter's end never comes back.
-bool interpreter_runs() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsInitialized() && !Py_IsFinalizing();
-#else
-  return Py_IsInitialized() && !_Py_IsFinalizing();
-#endif
-}
 
 bool may_be_eager(const at::Tensor& view) {
   return !view.is_complex() && (!view.is_cpu() || Scaler::fuses(view));
@@ -37,7 +27,12 @@ Engine::Bucket::Bucket(BucketSpec&& spec)
       sum(spec.stream) {}
 
 Engine::Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, int64_t eager_numel)
-    : params_(params.size()), views_(views), eager_numel_(eager_numel), callbacks_(callbacks), hooks_(params, this) {
+    : params_(params.size()),
+      views_(views),
+      on_host_(std::all_of(params.begin(), params.end(), [](const at::Tensor& param) { return param.is_cpu(); })),
+      eager_numel_(eager_numel),
+      callbacks_(callbacks),
+      hooks_(params, this) {
   for (size_t i = 0; i < params.size(); i++) {
     params_[i].tensor = std::move(params[i]);
   }
@@ -120,29 +115,28 @@ struct Engine::EndOfBackward {
 };
 
 void Engine::callback_dropped(uint64_t number) noexcept {
-  if (!interpreter_runs()) {
-    return;
-  }
   const std::unique_lock<std::recursive_mutex> lock(hooks_.anchor()->mutex, std::try_to_lock);
   if (!lock) {
     return;  // `take_aborted` sees a callback that is still queued
   }
-  const pybind11::gil_scoped_acquire gil;  // Python changes no `.grad` meanwhile
   if (number == callback_number_ && callback_queued) {
     callback_queued = false;
     aborted = true;
-    take_gradients_out();
+    if (on_host_) {
+      take_gradients_out();
+    }
   }
 }
 
 bool Engine::take_aborted() {
   const Lock lock(hooks_.anchor()->mutex);
   const bool queued = callback_queued.exchange(false);
-  if (queued) {
+  const bool found = aborted.exchange(false) || queued;
+  if (found) {
     take_gradients_out();
   }
   callback_number_++;  // one that is dropped from now on is of the past
-  return aborted.exchange(false) || queued;
+  return found;
 }
 
 // What is still being sent will be written over, but the gradients of a further backward must not be.

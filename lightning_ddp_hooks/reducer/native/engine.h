@@ -115,6 +115,8 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::vector<int64_t> order_;
   std::vector<int64_t> late_;
   const bool views_;
+  // Then autograd drops a callback in the thread that has called it, which alone may touch gradients.
+  const bool on_host_;
   const int64_t eager_numel_;
   Callbacks callbacks_;
   Hooks hooks_;  // last: they are removed before anything that they use goes
