@@ -61,10 +61,10 @@ def issue_collective(request: Request, group: comm.ProcessGroup, storage: Bucket
 def _check(request: Request, size: int) -> None:
     """Refuse what a backend would carry out wrongly without a word, or fail on where nobody knows whose it is."""
     name, tensor = type(request).__name__, getattr(request, "tensor", None)
+    if not hasattr(request, "tensor"):
+        return  # no collective; refused by the caller
     if not isinstance(tensor, Tensor):
-        if isinstance(request, _COLLECTIVES):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}.")
-        return
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}.")
     _check_contiguous(name, "tensor", tensor)
     if isinstance(request, (requests.AllToAll, requests.ReduceScatter)) and tensor.numel() % size:
         raise ValueError(
@@ -83,15 +83,6 @@ def _check(request: Request, size: int) -> None:
                 f"{name}: expected an output of {expected} elements in {tensor.dtype}, got {output.numel()} in "
                 f"{output.dtype}."
             )
-
-
-_COLLECTIVES = (
-    requests.AllReduce,
-    requests.AllToAll,
-    requests.AllGather,
-    requests.ReduceScatter,
-    requests.Broadcast,
-)
 
 
 def _check_contiguous(name: str, what: str, tensor: Tensor) -> None:
