@@ -381,16 +381,13 @@ def test_a_build_is_found_again_and_loads_without_the_builder(capsys: pytest.Cap
     assert main(["build-native"]) == 0
     assert str(build.library_path()) in capsys.readouterr().out
     program = """
-import sys, time, torch
+import sys, torch
 from lightning_ddp_hooks.reducer.native import build
-start = time.perf_counter()
 build.load()
-print(time.perf_counter() - start, "torch.utils.cpp_extension" in sys.modules)
+print("torch.utils.cpp_extension" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
-    seconds, builder = ran.stdout.split()
-    assert float(seconds) < 0.5  # milliseconds; the rest is for busy machines
-    assert builder == "False"
+    assert ran.stdout.split() == ["False"]  # what takes long
 
 
 def _one_rank_cannot_build() -> str:
