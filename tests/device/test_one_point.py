@@ -218,22 +218,32 @@ def test_freezing_on_one_rank_raises_on_all(backend: Backend) -> None:
         assert len(found) == 2  # one backward late
 
 
-def _status_behind_a_slow_read(backend: Backend) -> list[Any]:
+def _status_behind_a_slow_kernel(backend: Backend, before: str) -> list[Any]:
     """The status is read and written again on two streams: a slow one must not lose a count."""
     run = Ranks(backend)
+    stream = run.model.reducer._in_flight.streams[-1]
+    read = stream.read
+
+    def read_late(status: Tensor) -> Any:
+        sim.sleep(30, stream.stream)
+        return read(status)
+
+    if before == "the read":
+        stream.read = read_late  # type: ignore[method-assign]
     found = []
     for step in range(WARM, WARM + 6):
-        streams = [s.stream for s in run.model.reducer._in_flight.streams]
-        sim.sleep(20, streams[-1])
+        if before == "the backward":
+            sim.sleep(20, stream.stream)
         found.append(_what_raises(run.step, step, without=1 if step == WARM + 2 and run.rank else None))
         if found[-1] != "nothing":
             break
     return found
 
 
+@pytest.mark.parametrize("before", ["the backward", "the read"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_count_is_lost_on_a_slow_communication_stream(backend: Backend) -> None:
-    for found in run_ranks(_status_behind_a_slow_read, backend):
+def test_no_count_is_lost_on_a_slow_communication_stream(backend: Backend, before: str) -> None:
+    for found in run_ranks(_status_behind_a_slow_kernel, backend, before):
         assert found[:3] == ["nothing"] * 3
         assert len(found) == 4
         assert "'layers.1.weight' on rank 1" in found[3]
