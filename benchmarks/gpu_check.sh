@@ -61,7 +61,7 @@ part() {
 }
 
 if [[ -d tests/gpu ]]; then
-    part tests 200 "$python" -m pytest tests/gpu -q
+    part tests 200 "$python" -m pytest tests/gpu -q -o addopts= # one process, and no need of pytest-xdist
 else
     echo "gpu_check: there is no tests/gpu yet; its part is left out"
 fi

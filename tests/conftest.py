@@ -20,6 +20,11 @@ _MAY_CHANGE = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORC
 _MAY_STAY = ("TMonitor", "_DummyThread", "InductorSubproc")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run the whole suite in two processes: its tests wait for each other's processes half of the time."""
+    return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
