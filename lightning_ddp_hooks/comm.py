@@ -66,6 +66,14 @@ def join_world(device: torch.device) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
+def join_attempt(name: str, backend: str, timeout: timedelta | None, device: torch.device | None) -> None:
+    """Make the default group of ranks that torchrun has started again, with names of its own in torchrun's store."""
+    timeout = timeout or DEFAULT_TIMEOUT
+    shared, this_rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    store = _compat.PrefixStore(name, shared)
+    dist.init_process_group(backend, store=store, rank=this_rank, world_size=size, timeout=timeout, device_id=device)
+
+
 def leave_world() -> None:
     """Destroy the default group, after all ranks have come this far."""
     dist.barrier()

@@ -29,8 +29,9 @@ _CHOICES = {
     "gradient_weighting": ("ranks", "samples"),
     "skip_missing_loss": ("zeros", "all"),
     "start_method": get_args(StartMethod),
+    "resume": (None, "auto"),
 }
-_TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss", "check_logged_values")
+_TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss", "check_logged_values", "resume")
 
 
 def replicas_differ_from(hook: CommHook | None) -> int | None:
@@ -59,6 +60,7 @@ class Settings(ReducerConfig):
     gradient_weighting: Literal["ranks", "samples"] = "ranks"
     skip_missing_loss: Literal["zeros", "all"] = "zeros"
     check_logged_values: bool = False
+    resume: Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         """Find the hook that a short name or a pair stands for."""
@@ -101,7 +103,14 @@ class Settings(ReducerConfig):
     def to_agree_on(self) -> dict[str, object]:
         """Return what must be the same on all ranks beside the reducer's part, by name."""
         of_averager = ("save_replicas", "average_before_eval") if self.averager is not None else ()
-        names = ("gradient_weighting", "skip_missing_loss", *of_averager, "failure_timeout", "detect_nonfinite")
+        names = (
+            "gradient_weighting",
+            "skip_missing_loss",
+            *of_averager,
+            "failure_timeout",
+            "detect_nonfinite",
+            "resume",
+        )
         return {
             "comm_hook": declaration_text(self.hook),
             "averager": declaration_text(self.averager),

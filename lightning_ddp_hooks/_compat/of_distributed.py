@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FileStore, GradBucket, PrefixStore, ProcessGroup, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, GradBucket, ProcessGroup, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
 
 # ``torch.distributed.GradBucket`` is this class, but type checkers find it only where it is declared.
 TorchGradBucket = GradBucket

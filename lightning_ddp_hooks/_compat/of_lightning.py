@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,6 +65,25 @@ def use_base_checkpoint_io(io: Any, make: Callable[[], Any]) -> None:
 
     if isinstance(io, _WrappingCheckpointIO) and not io._base_checkpoint_io_configured:
         io.checkpoint_io = make()
+
+
+def process_group_backend(strategy: Any) -> str:
+    """Return the name of the backend that a strategy makes the default group with."""
+    return strategy._get_process_group_backend()  # type: ignore[no-any-return]
+
+
+def call_before_launch(launcher: Any, action: Callable[[Any, Any], None]) -> None:
+    """Call ``action(trainer, ckpt_path)`` before a launcher runs a Trainer; the launcher can still be pickled."""
+    launcher.launch = partial(_launch, type(launcher).launch, launcher, action)
+
+
+def _launch(
+    launch: Callable[..., Any], launcher: Any, action: Callable[..., None], function: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if (trainer := kwargs.get("trainer")) is not None:
+        given = inspect.signature(function).bind(*args, **{k: v for k, v in kwargs.items() if k != "trainer"})
+        action(trainer, given.arguments.get("ckpt_path"))
+    return launch(launcher, function, *args, **kwargs)
 
 
 def current_hook(module: Any) -> str | None:

@@ -47,7 +47,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint."""
-        local = _local_path(path)
+        local = local_path(path)
         if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, str(path), storage_options)
             return
@@ -72,7 +72,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint."""
-        local = _local_path(path)
+        local = local_path(path)
         if local is not None and local.is_dir():
             text = "Expected a checkpoint file, found a folder, as strategies that shard the model write them"
             raise IsADirectoryError(errno.EISDIR, text, str(local))
@@ -136,7 +136,13 @@ def _unreadable(path: str | os.PathLike[str], why: str) -> str:
     return f"Could not read the checkpoint {str(path)!r}: it is damaged, or not a checkpoint ({why})."
 
 
-def _local_path(path: str | os.PathLike[str]) -> Path | None:
+def is_whole(path: Path) -> bool:
+    """Tell whether a local file is a checkpoint of which no part is missing or has changed."""
+    return zipfile.is_zipfile(path) and _damaged_part(path) is None
+
+
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Return where a path is on this machine's file systems; None if it is elsewhere."""
     file_system, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
 

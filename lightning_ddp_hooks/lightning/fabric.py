@@ -27,6 +27,7 @@ from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, che
 from lightning_ddp_hooks.lightning.fabric_parts import FABRIC_KEY, HookedModule, PartialOptimizer, restore, take_states
 from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
 from lightning_ddp_hooks.lightning.names import PASSED_ON, register_names
+from lightning_ddp_hooks.lightning.restarts import meet_again
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
@@ -171,6 +172,11 @@ class FabricDDPHooksStrategy(DDPStrategy):
     def finish_averaging(self, model: nn.Module | None = None) -> None:
         """End training: with an averager every rank gets the averaged model for good; on all ranks."""
         self._run_of(model).finish()
+
+    @override
+    def setup_environment(self) -> None:
+        meet_again(self, self.settings.timeout)
+        super().setup_environment()
 
     @override
     def setup_module(self, module: nn.Module) -> HookedModule:  # type: ignore[override]

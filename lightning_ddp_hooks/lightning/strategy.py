@@ -33,6 +33,7 @@ from lightning_ddp_hooks.lightning.names import (
     hook_by_lightnings_names,
     register_names,
 )
+from lightning_ddp_hooks.lightning.restarts import AutoResume, meet_again
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
@@ -93,6 +94,8 @@ class DDPHooksStrategy(DDPStrategy):
             and parameter. Has no effect under a GradScaler.
         check_logged_values: raise on all ranks when they log different keys with ``sync_dist=True``, or metrics with
             states that do not go together.
+        resume: ``"auto"`` begins a fit without ``ckpt_path`` at the newest whole checkpoint in the folder of its
+            ``ModelCheckpoint(dirpath=...)``, so that a job that is started again goes on.
         start_method: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_comm_hook: Lightning's name; use ``comm_hook``.
         ddp_comm_state: Lightning's name; use ``comm_hook=(state, hook)``.
@@ -138,6 +141,7 @@ class DDPHooksStrategy(DDPStrategy):
         check_replicas_every_n_steps: int | None = None,
         detect_nonfinite: bool = False,
         check_logged_values: bool = False,
+        resume: Literal["auto"] | None = None,
         start_method: StartMethod = "popen",
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: object | None = None,
@@ -156,6 +160,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._watch = TrainerWatch()
         self._failed = False
         self._state = TrainerState()
+        self._resume = AutoResume()
 
     @property
     def run(self) -> TrainingRun:
@@ -228,8 +233,16 @@ class DDPHooksStrategy(DDPStrategy):
         return not self._failed and comm.is_initialized() and (module is None or not module.trainer.interrupted)
 
     @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self.settings.resume == "auto":
+            self._resume.watch(self.launcher)
+
+    @override
     def setup_environment(self) -> None:
+        meet_again(self, self.settings.timeout)
         super().setup_environment()
+        self._resume.fit_begins(self.lightning_module and self.lightning_module.trainer)
         self._failed = self._state.agreed = False
         if self.settings.failure_timeout is not None:
             self._watch.start(self.settings.failure_timeout, self._progress, self._inputs, lambda: self.launcher)

@@ -87,6 +87,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"detect_nonfinite": True, "optimizer_in_hook": OptimizerInHook()}, ValueError, "`detect_nonfinite` looks at"),
     ({"reducer_backend": "rust"}, ValueError, "`reducer_backend` .*'native', 'python'.*got 'rust'"),
     ({"start_method": "thread"}, ValueError, "`start_method` .*'popen'"),
+    ({"resume": "last"}, ValueError, "`resume` .*'auto'"),
     ({"timeout": timedelta(seconds=-1)}, ValueError, "a `timeout` that is not negative"),
     ({"timeout": 30}, TypeError, "datetime.timedelta for `timeout`, got 30"),
     ({"process_group_backend": 3}, TypeError, "`process_group_backend`, got 3"),
