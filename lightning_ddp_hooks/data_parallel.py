@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec
 import torch
 from torch import nn
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
@@ -117,6 +117,7 @@ class DataParallel(nn.Module, Joinable):
         settings = Settings.from_arguments("DataParallel", given, timeout=None)
         raise_on_conflict(settings.in_fit())
         self.module = module
+        self._call = _compat.compiles_here(module)
         # Without a clock of the user's, hooks see the number of synchronised backwards.
         self._run = TrainingRun(module, settings, process_group=process_group, step=None)
 
@@ -144,7 +145,8 @@ class DataParallel(nn.Module, Joinable):
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
         self.reducer.finalize_pending_backward()
         self._run.before_forward(self._announce_forward())
-        output = self.module(*args, **kwargs)
+        with self._run.graphs_by_bucket():
+            output = self._call(*args, **kwargs)
         self._run.after_forward(output)
         return output
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from types import FrameType, MethodType
 from typing import Any
 
@@ -214,3 +216,48 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
             optimizer.step = before  # type: ignore[method-assign]
 
     return undo
+
+
+@cache
+def keep_out_of_graphs(package: str) -> None:
+    """Have Dynamo never trace the package's own functions, as it does with torch's DDP; what they call is compiled."""
+    import torch._dynamo  # takes a while, as it does in the constructor of each optimizer
+
+    torch._dynamo.trace_rules.add(package)
+
+
+def compiles_here(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls a module in a frame of its own, where compilation begins if a caller is being compiled.
+
+    Left to itself it would begin further inside, since Dynamo does not begin in functions of torch: the forward of a
+    ``Sequential`` would not be compiled.
+    """
+    import torch._dynamo
+
+    return torch._dynamo.external_utils.wrap_inline(module.__call__)
+
+
+@dataclass(frozen=True)
+class _GraphSize:
+    """Stands for a DistributedDataParallel that runs its forward, of which Dynamo asks one thing."""
+
+    bucket_bytes_cap: int
+
+
+@contextmanager
+def splitting_graphs(nbytes: int) -> Iterator[None]:
+    """Have graphs that are compiled in this context split where their parameters fill a bucket of ``nbytes``.
+
+    The gradients of a compiled graph come together, when its backward ends. ``optimize_ddp=False`` in Dynamo's
+    configuration turns the splitting off. As torch has it, the last graph holds 1 MiB, and no graph may be smaller.
+    """
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    outer = ddp._active_ddp_module
+    ddp._active_ddp_module = _GraphSize(max(nbytes, _FIRST_GRAPH_BYTES))
+    try:
+        yield
+    finally:
+        ddp._active_ddp_module = outer
+
+
+_FIRST_GRAPH_BYTES = 1 << 20

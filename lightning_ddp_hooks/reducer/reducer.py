@@ -74,6 +74,7 @@ class Reducer(SyncedBackwards):
         policy = policy or (UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN)
         ignored = _compat.ignored_names(module)
         check_parameters(module)
+        _compat.keep_out_of_graphs("lightning_ddp_hooks")
         require_free([(name, param) for name, param in module.named_parameters() if name not in ignored])
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
@@ -260,6 +261,11 @@ class Reducer(SyncedBackwards):
     def had_gradient(self) -> bool:
         """Tell whether this rank got a gradient since the last synced backward."""
         return any(self._engine.used())
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size at which a bucket is closed, in bytes."""
+        return self._manager.limits()[1]
 
     @property
     def divisor(self) -> float:
