@@ -117,7 +117,6 @@ class DataParallel(nn.Module, Joinable):
         settings = Settings.from_arguments("DataParallel", given, timeout=None)
         raise_on_conflict(settings.in_fit())
         self.module = module
-        self._call = _compat.compiles_here(module)
         # Without a clock of the user's, hooks see the number of synchronised backwards.
         self._run = TrainingRun(module, settings, process_group=process_group, step=None)
 
@@ -146,7 +145,7 @@ class DataParallel(nn.Module, Joinable):
         self.reducer.finalize_pending_backward()
         self._run.before_forward(self._announce_forward())
         with self._run.graphs_by_bucket():
-            output = self._call(*args, **kwargs)
+            output = _compat.compilable(self.module)(*args, **kwargs)
         self._run.after_forward(output)
         return output
 

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from types import FrameType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,9 +21,17 @@ from torch.profiler import record_function
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is being executed ends, before ``backward()`` returns.
 
-    There is no public way to learn that a backward has ended.
+    There is no public way to learn that a backward has ended. Compiled autograd does not tell at all.
     """
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        raise RuntimeError(NO_COMPILED_AUTOGRAD)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+NO_COMPILED_AUTOGRAD = (
+    "Compiled autograd cannot reduce gradients over ranks, since it does not say when a backward ends: leave "
+    "`torch._dynamo.config.compiled_autograd` False. `torch.compile` needs no compiled autograd."
+)
 
 
 def current_backward_id() -> int:
@@ -218,23 +226,48 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     return undo
 
 
-@cache
-def keep_out_of_graphs(package: str) -> None:
-    """Have Dynamo never trace the package's own functions, as it does with torch's DDP; what they call is compiled."""
-    import torch._dynamo  # takes a while, as it does in the constructor of each optimizer
+def prepare_for_compiler(package: str) -> None:
+    """Have Dynamo trace none of a package's functions, as it does with torch's DDP; what they call is compiled."""
+    import torch._dynamo  # takes a while; the constructor of the first optimizer does it, too
 
-    torch._dynamo.trace_rules.add(package)
+    if torch._dynamo.config.compiled_autograd:
+        raise RuntimeError(NO_COMPILED_AUTOGRAD)
+    if package not in _untraced:
+        torch._dynamo.trace_rules.add(package)
+        _untraced.add(package)
 
 
-def compiles_here(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return what calls a module in a frame of its own, where compilation begins if a caller is being compiled.
+_untraced: set[str] = set()
 
-    Left to itself it would begin further inside, since Dynamo does not begin in functions of torch: the forward of a
-    ``Sequential`` would not be compiled.
+
+def compilable(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls a module in a frame of its own, where compilation begins if the caller is compiled.
+
+    Dynamo begins in no function of torch: without it the forward of a ``Sequential`` would not be compiled.
     """
     import torch._dynamo
 
     return torch._dynamo.external_utils.wrap_inline(module.__call__)
+
+
+def split_graphs_anew(module: torch.nn.Module, nbytes: int) -> None:
+    """Forget all compiled graphs if some of a module's are there that were not split at ``nbytes``.
+
+    Dynamo does not ask whether a graph was compiled under `splitting_graphs`.
+    """
+    import torch._dynamo
+
+    functions = [getattr(kind, name, None) for kind in set(map(type, module.modules())) for name in _COMPILED]
+    codes = [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
+    codes.append(compilable(module).__code__)
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    if any(_split_at.get(code) != nbytes and entries(code) for code in codes):
+        torch.compiler.reset()
+    _split_at.update(dict.fromkeys(codes, nbytes))
+
+
+_COMPILED = ("forward", "training_step")
+_split_at: WeakKeyDictionary[CodeType, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ class HookedModule(nn.Module):
     def __init__(self, module: nn.Module, run: TrainingRun, clock: OptimizerClock, device: torch.device) -> None:
         super().__init__()
         self.module = module
-        self._call = _compat.compiles_here(module)
         self.run = run
         self.clock = clock
         self._device = device
@@ -51,7 +50,7 @@ class HookedModule(nn.Module):
         if self._device.type != "cpu":  # as torch's DDP does
             args, kwargs = move_data_to_device((args, kwargs), self._device)
         with self.run.graphs_by_bucket():
-            output = self._call(*args, **kwargs)
+            output = _compat.compilable(self.module)(*args, **kwargs)
         self.run.after_forward(output)
         return output
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import RankReport
 from lightning_ddp_hooks.reducer.autograd_hooks import hookable
 from lightning_ddp_hooks.reducer.backend import Engine, EngineFactory
@@ -109,6 +109,7 @@ class BucketManager:
             link = measure_link(group, control_group, params[0].device)
             total = sum(param.numel() * param.element_size() for param in params)
             self._auto_cap_bytes = best_bucket_bytes(total, link)
+            _compat.split_graphs_anew(self._parameters.module, self.limits()[1])
         order = self.recorder.layout_order(self.sparse)
         self.planned = rebuilt_layout(
             params, order, self.limits(), self.recorder.keys(self._keys()), last=self.recorder.sometimes_unused()

@@ -74,7 +74,7 @@ class Reducer(SyncedBackwards):
         policy = policy or (UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN)
         ignored = _compat.ignored_names(module)
         check_parameters(module)
-        _compat.keep_out_of_graphs("lightning_ddp_hooks")
+        _compat.prepare_for_compiler("lightning_ddp_hooks")
         require_free([(name, param) for name, param in module.named_parameters() if name not in ignored])
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
@@ -114,6 +114,8 @@ class Reducer(SyncedBackwards):
             skip_missing_loss=skip_missing_loss,
             ends_steps=ends_steps,
         )
+        if self.world_size > 1:
+            _compat.split_graphs_anew(module, self.bucket_bytes)
         claim((param for _, param in self._parameters.named()), self)
 
     @property
