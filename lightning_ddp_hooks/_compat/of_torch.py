@@ -250,24 +250,32 @@ def compilable(module: torch.nn.Module) -> Callable[..., Any]:
     return torch._dynamo.external_utils.wrap_inline(module.__call__)
 
 
-def split_graphs_anew(module: torch.nn.Module, nbytes: int) -> None:
-    """Forget all compiled graphs if some of a module's are there that were not split at ``nbytes``.
+def forget_other_graphs(module: torch.nn.Module, nbytes: int) -> None:
+    """Forget all compiled graphs, if some of a module's were not split at ``nbytes``: they will be compiled anew.
 
     Dynamo does not ask whether a graph was compiled under `splitting_graphs`.
     """
-    import torch._dynamo
+    if any(_split_at.get(code) != nbytes for code in _compiled_code(module)):
+        torch.compiler.reset()
 
+
+def note_graphs(module: torch.nn.Module, nbytes: int) -> None:
+    """Note that a module's compiled graphs are split at ``nbytes``, for `forget_other_graphs`."""
+    _split_at.update(dict.fromkeys(_compiled_code(module), nbytes))
+
+
+_split_at: WeakKeyDictionary[CodeType, int] = WeakKeyDictionary()
+
+
+def _compiled_code(module: torch.nn.Module) -> list[CodeType]:
+    """Return what the functions in which a module's compilation begins have been compiled to."""
     functions = [getattr(kind, name, None) for kind in set(map(type, module.modules())) for name in _COMPILED]
     codes = [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
-    codes.append(compilable(module).__code__)
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
-    if any(_split_at.get(code) != nbytes and entries(code) for code in codes):
-        torch.compiler.reset()
-    _split_at.update(dict.fromkeys(codes, nbytes))
+    return [entry.code for code in (*codes, compilable(module).__code__) for entry in entries(code)]
 
 
 _COMPILED = ("forward", "training_step")
-_split_at: WeakKeyDictionary[CodeType, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Reducer(SyncedBackwards):
             ends_steps=ends_steps,
         )
         if self.world_size > 1:
-            _compat.split_graphs_anew(module, self.bucket_bytes)
+            _compat.forget_other_graphs(module, self.bucket_bytes)
         claim((param for _, param in self._parameters.named()), self)
 
     @property
@@ -329,6 +329,7 @@ class Reducer(SyncedBackwards):
         if self.detached:
             return
         self.detached = True
+        _compat.note_graphs(self._parameters.module, self.bucket_bytes)
         if self._engine.active:
             self._give_up("detached")
         self._manager.close()
