@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec
 import torch
 from torch import nn
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
@@ -144,7 +144,8 @@ class DataParallel(nn.Module, Joinable):
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
         self.reducer.finalize_pending_backward()
         self._run.before_forward(self._announce_forward())
-        output = self.module(*args, **kwargs)
+        with self._run.graphs_by_bucket():
+            output = _compat.compilable(self.module)(*args, **kwargs)
         self._run.after_forward(output)
         return output
 

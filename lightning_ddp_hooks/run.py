@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.driver import Averaging
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, training_state
 from lightning_ddp_hooks.config import Settings, replicas_differ_from
@@ -155,6 +155,12 @@ class TrainingRun:
             self.averaging.close()
             self._start_averaging()
         self.reducer.before_forward(buffers_from)
+
+    def graphs_by_bucket(self) -> AbstractContextManager[None]:
+        """Surround the user's forward: graphs that are compiled in it for training are split where buckets end."""
+        if self.reducer.world_size == 1 or not torch.is_grad_enabled():
+            return nullcontext()
+        return _compat.splitting_graphs(self.reducer.bucket_bytes)
 
     def after_forward(self, output: object) -> None:
         """Take what the user's forward returned; with gradients enabled, it decides what its backward does."""

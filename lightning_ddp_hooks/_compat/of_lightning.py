@@ -26,6 +26,22 @@ def averages_by_itself(strategy: object) -> bool:
     return getattr(strategy, "_model_averaging_period", None) is not None
 
 
+def compiled_in_place(strategy: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a strategy's training step; under ``module.compile()``, which compiles calls of the module, as its call.
+
+    So it is under torch's DDP, which the strategy would call in the place of the module.
+    """
+    module = strategy.lightning_module
+    if module._compiled_call_impl is None:
+        return step
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with strategy.precision_plugin.train_step_context():
+            return strategy._forward_redirection(module, module, "training_step", *args, **kwargs)
+
+    return call
+
+
 def combined_loader_in_use(trainer: Any) -> Any:
     """Return the `CombinedLoader` of the loop that is running, or None."""
     if trainer.training:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import FrameType, MethodType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import CodeType, FrameType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,9 +21,17 @@ from torch.profiler import record_function
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is being executed ends, before ``backward()`` returns.
 
-    There is no public way to learn that a backward has ended.
+    There is no public way to learn that a backward has ended. Compiled autograd does not tell at all.
     """
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        raise RuntimeError(NO_COMPILED_AUTOGRAD)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+NO_COMPILED_AUTOGRAD = (
+    "Compiled autograd cannot reduce gradients over ranks, since it does not say when a backward ends: leave "
+    "`torch._dynamo.config.compiled_autograd` False. `torch.compile` needs no compiled autograd."
+)
 
 
 def current_backward_id() -> int:
@@ -214,3 +224,81 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
             optimizer.step = before  # type: ignore[method-assign]
 
     return undo
+
+
+def prepare_for_compiler(package: str) -> None:
+    """Have Dynamo trace none of a package's functions, as it does with torch's DDP; what they call is compiled."""
+    import torch._dynamo  # takes a while; the constructor of the first optimizer does it, too
+
+    if torch._dynamo.config.compiled_autograd:
+        raise RuntimeError(NO_COMPILED_AUTOGRAD)
+    if package not in _untraced:
+        torch._dynamo.trace_rules.add(package)
+        _untraced.add(package)
+
+
+_untraced: set[str] = set()
+
+
+def compilable(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls a module in a frame of its own, where compilation begins if the caller is compiled.
+
+    Dynamo begins in no function of torch: without it the forward of a ``Sequential`` would not be compiled.
+    """
+    import torch._dynamo
+
+    return torch._dynamo.external_utils.wrap_inline(module.__call__)
+
+
+def forget_other_graphs(module: torch.nn.Module, nbytes: int) -> None:
+    """Forget all compiled graphs, if some of a module's were not split at ``nbytes``: they will be compiled anew.
+
+    Dynamo does not ask whether a graph was compiled under `splitting_graphs`.
+    """
+    if any(_split_at.get(code) != nbytes for code in _compiled_code(module)):
+        torch.compiler.reset()
+
+
+def note_graphs(module: torch.nn.Module, nbytes: int) -> None:
+    """Note that a module's compiled graphs are split at ``nbytes``, for `forget_other_graphs`."""
+    _split_at.update(dict.fromkeys(_compiled_code(module), nbytes))
+
+
+_split_at: WeakKeyDictionary[CodeType, int] = WeakKeyDictionary()
+
+
+def _compiled_code(module: torch.nn.Module) -> list[CodeType]:
+    """Return what the functions in which a module's compilation begins have been compiled to."""
+    functions = [getattr(kind, name, None) for kind in set(map(type, module.modules())) for name in _COMPILED]
+    codes = [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    return [entry.code for code in (*codes, compilable(module).__code__) for entry in entries(code)]
+
+
+_COMPILED = ("forward", "training_step")
+
+
+@dataclass(frozen=True)
+class _GraphSize:
+    """Stands for a DistributedDataParallel that runs its forward, of which Dynamo asks one thing."""
+
+    bucket_bytes_cap: int
+
+
+@contextmanager
+def splitting_graphs(nbytes: int) -> Iterator[None]:
+    """Have graphs that are compiled in this context split where their parameters fill a bucket of ``nbytes``.
+
+    The gradients of a compiled graph come together, when its backward ends. ``optimize_ddp=False`` in Dynamo's
+    configuration turns the splitting off. As torch has it, the last graph holds 1 MiB, and no graph may be smaller.
+    """
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    outer = ddp._active_ddp_module
+    ddp._active_ddp_module = _GraphSize(max(nbytes, _FIRST_GRAPH_BYTES))
+    try:
+        yield
+    finally:
+        ddp._active_ddp_module = outer
+
+
+_FIRST_GRAPH_BYTES = 1 << 20

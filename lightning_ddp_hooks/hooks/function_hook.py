@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ddp_hooks.hooks.contract import (
@@ -89,12 +90,12 @@ class _BoundFunction(BoundHook):
     def __init__(self, hook: HookFunction, state: Any, one_at_a_time: bool, divided_by: float | None) -> None:
         self.name = hook_name(hook)
         self.one_at_a_time = one_at_a_time
-        self._hook = hook
-        self._state = state
+        # Where a user's function that is being compiled runs the backward, Dynamo would compile the hook, too.
+        self._call = torch.compiler.disable(lambda bucket: hook(state, bucket))
         self._divided_by = divided_by  # None: by the bucket's divisor, as it should be
 
     def reduce(self, bucket: GradBucket) -> Phases:
-        returned = self._hook(self._state, bucket)
+        returned = self._call(bucket)
         if isinstance(returned, Tensor):
             return self._rescaled(bucket, check_result(self.name, bucket, returned))
         if not hasattr(returned, "wait") and not hasattr(returned, "value"):

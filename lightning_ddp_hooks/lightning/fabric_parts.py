@@ -18,6 +18,7 @@ from lightning.fabric.utilities import move_data_to_device, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.run import TrainingRun
@@ -41,27 +42,17 @@ class HookedModule(nn.Module):
         # Whoever lets go of the model lets go of its buckets and groups, without waiting for a garbage collection.
         weakref.finalize(self, run.close).atexit = False
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin()
-        if self._device.type != "cpu":  # as torch's DDP does
-            args, kwargs = move_data_to_device((args, kwargs), self._device)
-        output = self.module(*args, **kwargs)
-        self._end(output)
-        return output
-
-    # Fabric compiles this module, and not the user's, if the user's was compiled. The compiler is to see the user's
-    # code alone: of ours it could make nothing.
-    forward = torch.compiler.disable(_forward, recursive=False)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self) -> None:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; with gradients enabled, prepare for the backward."""
         if self.run.closed:
             raise RuntimeError(_CLOSED)
         self.run.before_forward()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, output: Any) -> None:
+        if self._device.type != "cpu":  # as torch's DDP does
+            args, kwargs = move_data_to_device((args, kwargs), self._device)
+        with self.run.graphs_by_bucket():
+            output = _compat.compilable(self.module)(*args, **kwargs)
         self.run.after_forward(output)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied: process groups and hooks cannot be, and making new ones takes all ranks."""

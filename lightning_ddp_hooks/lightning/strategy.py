@@ -333,7 +333,7 @@ class DDPHooksStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._steps is not None
         self._steps.begin(args[0] if args else kwargs)
-        step = partial(self._steps.user_step, super().training_step)
+        step = partial(self._steps.user_step, _compat.compiled_in_place(self, super().training_step))
         return self._steps.end(self._inputs.run_step("training_step", step, args, kwargs, self._as_if_read))
 
     @override

@@ -54,7 +54,8 @@ class TrainerSteps:
 
     def user_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and what all ranks that run it do at its end, before anything else collective."""
-        output = step(*args, **kwargs)
+        with self._run.graphs_by_bucket():
+            output = step(*args, **kwargs)
         if self._manual:
             self._reducer.end_step()
         return output

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import RankReport
 from lightning_ddp_hooks.reducer.autograd_hooks import hookable
 from lightning_ddp_hooks.reducer.backend import Engine, EngineFactory
@@ -108,7 +108,10 @@ class BucketManager:
         if self._config.bucket_cap_mb == "auto" and self._auto_cap_bytes is None and params:
             link = measure_link(group, control_group, params[0].device)
             total = sum(param.numel() * param.element_size() for param in params)
+            before = self.limits()[1]
             self._auto_cap_bytes = best_bucket_bytes(total, link)
+            if self._auto_cap_bytes != before:
+                _compat.forget_other_graphs(self._parameters.module, self._auto_cap_bytes)
         order = self.recorder.layout_order(self.sparse)
         self.planned = rebuilt_layout(
             params, order, self.limits(), self.recorder.keys(self._keys()), last=self.recorder.sometimes_unused()

@@ -74,6 +74,7 @@ class Reducer(SyncedBackwards):
         policy = policy or (UnusedPolicy.ALLOWED if self.config.find_unused_parameters else UnusedPolicy.FORBIDDEN)
         ignored = _compat.ignored_names(module)
         check_parameters(module)
+        _compat.prepare_for_compiler("lightning_ddp_hooks")
         require_free([(name, param) for name, param in module.named_parameters() if name not in ignored])
 
         # Groups: nothing else uses them, so that their order of collectives is ours alone.
@@ -113,6 +114,8 @@ class Reducer(SyncedBackwards):
             skip_missing_loss=skip_missing_loss,
             ends_steps=ends_steps,
         )
+        if self.world_size > 1:
+            _compat.forget_other_graphs(module, self.bucket_bytes)
         claim((param for _, param in self._parameters.named()), self)
 
     @property
@@ -262,6 +265,11 @@ class Reducer(SyncedBackwards):
         return any(self._engine.used())
 
     @property
+    def bucket_bytes(self) -> int:
+        """Size at which a bucket is closed, in bytes."""
+        return self._manager.limits()[1]
+
+    @property
     def divisor(self) -> float:
         """What sums over ranks are divided by; the number of ranks by default."""
         return self._in_flight.divisor
@@ -321,6 +329,7 @@ class Reducer(SyncedBackwards):
         if self.detached:
             return
         self.detached = True
+        _compat.note_graphs(self._parameters.module, self.bucket_bytes)
         if self._engine.active:
             self._give_up("detached")
         self._manager.close()
