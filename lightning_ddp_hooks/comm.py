@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -57,6 +57,12 @@ def backends() -> dict[str, bool]:
         "nccl": available and dist.is_nccl_available(),
         "mpi": available and dist.is_mpi_available(),
     }
+
+
+def register_cpu_backend(name: str, make: Callable[[Any, int, int, timedelta], Any]) -> None:
+    """Let process groups on the CPU be made with a further backend: ``make(store, rank, size, timeout)``."""
+    if dist.is_available():
+        dist.Backend.register_backend(name, make, devices=["cpu"])
 
 
 def join_world(device: torch.device) -> None:
