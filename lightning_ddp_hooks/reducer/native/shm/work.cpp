@@ -64,9 +64,13 @@ bool ShmWork::wait(std::chrono::milliseconds timeout) {
 
 void ShmWork::block(Clock::time_point deadline) {
   if (!is_over_) {
-    complete(error_of([&] { group_->board().wait(number_, deadline); }));
+    complete(outcome(deadline));
     group_->retire();
   }
+}
+
+std::exception_ptr ShmWork::outcome(Clock::time_point deadline) {
+  return error_of([&] { group_->board().wait(number_, deadline); });
 }
 
 void ShmWork::abort() {
@@ -115,6 +119,11 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   return future_;
 }
 
+bool ShmWork::is_followed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return future_ != nullptr;
+}
+
 // ----------------------------------------------------------------------------------------------------------------- group
 
 Group::~Group() {
@@ -144,63 +153,73 @@ void Group::retire() {
       first = std::move(in_flight_.front());
       in_flight_.pop_front();
     }
-    first->complete(nullptr);
+    if (!first->is_followed()) {
+      first->complete(nullptr);
+    }
   }
 }
 
 void Group::follow(c10::intrusive_ptr<ShmWork> work) {
   const std::lock_guard<std::mutex> lock(mutex_);
   followed_.push_back(std::move(work));
-  if (!thread_.joinable() && !closed_) {
-    thread_ = std::thread([self = shared_from_this()] { self->run_thread(); });
-  }
-  changed_.notify_one();
+  start_thread_if_needed();
 }
 
-void Group::run_thread() {
-  while (true) {
-    c10::intrusive_ptr<ShmWork> work;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return closed_ || !followed_.empty(); });
-      if (followed_.empty()) {
-        return;
-      }
-      work = std::move(followed_.front());
-      followed_.pop_front();
-    }
-    work->block(work->deadline_);
+void Group::start_thread_if_needed() {
+  if (!followed_.empty() && available_ == 0) {
+    threads_++;
+    available_++;
+    std::thread([self = shared_from_this()] { self->run_thread(); }).detach();
   }
+  changed_.notify_all();
+}
+
+namespace {
+
+thread_local const Group* served = nullptr;
+
+}  // namespace
+
+void Group::run_thread() {
+  served = this;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (available_ == 1) {  // else another thread has taken over
+    changed_.wait(lock, [&] { return closed_ || !followed_.empty(); });
+    if (followed_.empty()) {
+      break;
+    }
+    auto work = std::move(followed_.front());
+    followed_.pop_front();
+    lock.unlock();
+    const auto error = work->outcome(work->deadline_);
+    lock.lock();
+    available_--;  // a callback of the future may wait for further ones
+    start_thread_if_needed();
+    lock.unlock();
+    work->complete(error);
+    work.reset();
+    lock.lock();
+    available_++;
+  }
+  available_--;
+  threads_--;
+  changed_.notify_all();
 }
 
 void Group::close() {
-  std::thread thread;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(closed_, true)) {
-      return;
-    }
-    thread = std::move(thread_);
-  }
   retire();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (std::exchange(closed_, true)) {
+    return;
+  }
   board_->leave();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!in_flight_.empty()) {
-      board_->fail("a rank left the group while collectives were in flight");
-    }
+  if (!in_flight_.empty()) {
+    board_->fail("a rank left the group while collectives were in flight");
   }
   changed_.notify_all();
-  if (thread.joinable() && thread.get_id() != std::this_thread::get_id()) {
-    thread.join();
-  } else if (thread.joinable()) {
-    thread.detach();
-  }
-  std::deque<c10::intrusive_ptr<ShmWork>> given_up;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    given_up.swap(in_flight_);
-  }
+  changed_.wait(lock, [&] { return threads_ == (served == this ? 1 : 0); });
+  const auto given_up = std::exchange(in_flight_, {});
+  lock.unlock();
   for (const auto& work : given_up) {
     work->isCompleted();
   }

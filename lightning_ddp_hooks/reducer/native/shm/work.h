@@ -35,6 +35,8 @@ class ShmWork final : public c10d::Work {
   friend class Group;
 
   void block(Clock::time_point deadline);
+  std::exception_ptr outcome(Clock::time_point deadline);
+  bool is_followed();
   void complete(const std::exception_ptr& error);
 
   const std::shared_ptr<Group> group_;
@@ -58,12 +60,14 @@ class Group : public std::enable_shared_from_this<Group> {
   void begin(const c10::intrusive_ptr<ShmWork>& work);
   // Lets go of the collectives that are done. Those that nobody waits for still get their results.
   void retire();
-  // Lets a thread wait for a collective: a future cannot carry it out.
+  // Lets a thread wait for a collective, since a future cannot carry it out. While callbacks of the future run, another
+  // thread takes over.
   void follow(c10::intrusive_ptr<ShmWork> work);
   // Gives up all that is in flight.
   void close();
 
  private:
+  void start_thread_if_needed();
   void run_thread();
 
   const std::unique_ptr<Board> board_;
@@ -73,7 +77,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<ShmWork>> in_flight_;
   std::deque<c10::intrusive_ptr<ShmWork>> followed_;
-  std::thread thread_;
+  int threads_ = 0;
+  int available_ = 0;  // of the threads, those that do not run callbacks
   bool closed_ = false;
 };
 
