@@ -120,8 +120,9 @@ def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
-    """Make a further group over the ranks of ``parent`` (of gloo with ``cpu``); a collective call of all its ranks."""
-    return _make(global_ranks(parent), "gloo" if cpu else backend_name(parent), timeout or timeout_of(parent))
+    """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all its ranks."""
+    backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
+    return _make(global_ranks(parent), backend, timeout or timeout_of(parent))
 
 
 def group_name(group: ProcessGroup) -> str:
@@ -244,6 +245,12 @@ def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) ->
     for group in groups:
         if backend_name(group) == "gloo":
             dist.destroy_process_group(group)
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """Return zeros where the group's ranks reach them without a copy, if its backend has such memory."""
+    tensor = _compat.allocate(group, numel, dtype, device) if group and backend_name(group) == "shm" else None
+    return torch.zeros(numel, dtype=dtype, device=device) if tensor is None else tensor.zero_()
 
 
 # ---------------------------------------------------------------------- what is sent
