@@ -64,11 +64,6 @@ std::string listed(const std::vector<int>& ranks) {
   return text;
 }
 
-int cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 }  // namespace
 
 struct alignas(64) Post {
@@ -90,9 +85,14 @@ struct alignas(64) Header {
   std::atomic<uint32_t> sleepers{0};
 };
 
-// header, slots, posts (by slot and rank), whether each rank has left
+struct alignas(64) Presence {
+  std::atomic<bool> has_left{false};
+  std::atomic<int> core{0};  // on which it was last seen
+};
+
+// header, presence by rank, slots, posts by slot and rank
 uint64_t Board::bytes_for(int size) {
-  return sizeof(Header) + kSlots * (sizeof(Slot) + size * sizeof(Post)) + size * sizeof(Word);
+  return sizeof(Header) + size * sizeof(Presence) + kSlots * (sizeof(Slot) + size * sizeof(Post));
 }
 
 Board::Board(int rank, std::shared_ptr<Mapping> control, std::vector<std::shared_ptr<Mapping>> arenas,
@@ -103,24 +103,23 @@ Board::Board(int rank, std::shared_ptr<Mapping> control, std::vector<std::shared
       arenas_(std::move(arenas)),
       peers_(std::move(peers)),
       // The file is full of zeros, which is how all of it begins.
-      header_(*reinterpret_cast<Header*>(control_->base())),
-      spin_(size_ <= cores() ? kSpin : kSpin.zero()) {
+      header_(*reinterpret_cast<Header*>(control_->base())) {
   for (const auto& arena : arenas_) {
     bases_.push_back(arena->base());
   }
 }
 
+Presence& Board::presence(int rank) const {
+  return reinterpret_cast<Presence*>(control_->base() + sizeof(Header))[rank];
+}
+
 Slot& Board::slot(uint64_t number) const {
-  return reinterpret_cast<Slot*>(control_->base() + sizeof(Header))[number % kSlots];
+  return reinterpret_cast<Slot*>(&presence(size_))[number % kSlots];
 }
 
 Post& Board::post_of(uint64_t number, int rank) const {
-  return reinterpret_cast<Post*>(control_->base() + sizeof(Header) +
-                                 kSlots * sizeof(Slot))[number % kSlots * size_ + rank];
-}
-
-static Word& left(const Mapping& control, int size, int rank) {
-  return reinterpret_cast<Word*>(control.base() + Board::bytes_for(size))[rank - size];
+  auto* posts = reinterpret_cast<Post*>(reinterpret_cast<Slot*>(&presence(size_)) + kSlots);
+  return posts[number % kSlots * size_ + rank];
 }
 
 // --------------------------------------------------------------------------------------------------------------- progress
@@ -131,6 +130,7 @@ uint64_t Board::post(const Request& request, Clock::time_point deadline) {
     wait(number - kSlots, deadline);
   }
   raise_if_failed();
+  presence(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
   auto& own = post_of(number, rank_);
   own.request = request;
   own.number.store(number, std::memory_order_release);
@@ -141,26 +141,25 @@ uint64_t Board::post(const Request& request, Clock::time_point deadline) {
   return number;
 }
 
-static Collective collective_of(const std::function<const Request&(int)>& request, int size,
-                                const std::vector<char*>& bases) {
+// Only while the slot cannot be used anew.
+Collective Board::collective(uint64_t number) const {
   std::vector<Request> requests;
-  for (int rank = 0; rank < size; rank++) {
-    requests.push_back(request(rank));
+  for (int rank = 0; rank < size_; rank++) {
+    requests.push_back(post_of(number, rank).request);
   }
-  return {std::move(requests), bases};
+  return {std::move(requests), bases_};
 }
 
 // By the rank that has posted last.
 void Board::prepare(uint64_t number) {
-  const auto collective =
-      collective_of([&](int rank) -> const Request& { return post_of(number, rank).request; }, size_, bases_);
-  if (const auto contradiction = collective.contradiction(); !contradiction.empty()) {
+  const auto all = collective(number);
+  if (const auto contradiction = all.contradiction(); !contradiction.empty()) {
     fail("the ranks called different collectives: " + contradiction);
     return;
   }
-  const auto pieces = collective.pieces();
+  const auto pieces = all.pieces();
   if (pieces == 1) {  // done before somebody else has woken up
-    collective.run(0);
+    all.run(0);
     slot(number).claimed.store((number << kCountBits) + 1, std::memory_order_release);
     slot(number).finished.store((number << kCountBits) + 1, std::memory_order_release);
   }
@@ -184,10 +183,9 @@ bool Board::work_on(uint64_t number) {
   if (piece == kNone) {
     return false;
   }
-  const auto collective =
-      collective_of([&](int rank) -> const Request& { return post_of(number, rank).request; }, size_, bases_);
+  const auto all = collective(number);
   for (; piece != kNone; piece = count_up(own_slot.claimed, number, pieces)) {
-    collective.run(piece);
+    all.run(piece);
     if (count_up(own_slot.finished, number, pieces) + 1 == pieces) {
       wake();
       return true;  // from here on the slot may be used anew
@@ -211,25 +209,18 @@ bool Board::test(uint64_t number) {
   return false;
 }
 
+// Waits awake for a moment, then asleep.
 void Board::wait(uint64_t number, Clock::time_point deadline) {
   const auto began = Clock::now();
-  block(
-      [&] {
-        if (is_done(number)) {
-          return true;
-        }
-        work_on_all_from(number);
-        return is_done(number);
-      },
-      [&] { check(number, began, deadline); });
-}
-
-// Waits awake for a moment, then asleep. `check` is called now and then, and throws what is wrong.
-void Board::block(const std::function<bool()>& is_over, const std::function<void()>& check) {
-  const auto began = Clock::now();
+  const auto is_over = [&] {
+    if (!is_done(number)) {
+      work_on_all_from(number);
+    }
+    return is_done(number);
+  };
   while (!is_over()) {
     raise_if_failed();
-    if (Clock::now() - began < spin_) {
+    if (Clock::now() - began < kSpin && !is_core_wanted(number)) {
       pause();
       continue;
     }
@@ -241,9 +232,22 @@ void Board::block(const std::function<bool()>& is_over, const std::function<void
     }
     header_.sleepers.fetch_sub(1);
     if (header_.event.load() == event && !is_over()) {
-      check();
+      check(number, began, deadline);
     }
   }
+}
+
+// Whether a rank that this one waits for may be waiting for the core that this one is on.
+bool Board::is_core_wanted(uint64_t number) const {
+  const auto core = sched_getcpu();
+  const bool arrived = count_of(slot(number).arrived.load(std::memory_order_acquire), number) == static_cast<uint64_t>(size_);
+  for (int rank = 0; rank < size_; rank++) {
+    const bool awaited = arrived || post_of(number, rank).number.load(std::memory_order_relaxed) < number;
+    if (rank != rank_ && awaited && presence(rank).core.load(std::memory_order_relaxed) == core) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void Board::wake() {
@@ -275,7 +279,7 @@ void Board::check(uint64_t number, Clock::time_point began, Clock::time_point de
     }
     if (peers_[rank]->has_ended()) {
       reason = "the process of rank " + std::to_string(rank) + " has ended";
-    } else if (!posted && left(*control_, size_, rank).load(std::memory_order_acquire) > 0) {
+    } else if (!posted && presence(rank).has_left.load(std::memory_order_acquire)) {
       reason = "rank " + std::to_string(rank) + " has left the group";
     }
   }
@@ -306,7 +310,7 @@ void Board::raise_if_failed() const {
 }
 
 void Board::leave() {
-  left(*control_, size_, rank_).store(1, std::memory_order_release);
+  presence(rank_).has_left.store(true, std::memory_order_release);
   wake();
 }
 

@@ -15,7 +15,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -36,6 +35,7 @@ struct Failure : std::runtime_error {
 struct Header;
 struct Slot;
 struct Post;
+struct Presence;
 
 class Board {
  public:
@@ -59,12 +59,14 @@ class Board {
   uint64_t posted() const { return posted_; }
 
  private:
+  Presence& presence(int rank) const;
   Slot& slot(uint64_t number) const;
   Post& post_of(uint64_t number, int rank) const;
+  Collective collective(uint64_t number) const;
   void prepare(uint64_t number);
   bool work_on(uint64_t number);
   void work_on_all_from(uint64_t number);
-  void block(const std::function<bool()>& is_over, const std::function<void()>& check);
+  bool is_core_wanted(uint64_t number) const;
   void check(uint64_t number, Clock::time_point posted, Clock::time_point deadline);
   void raise_if_failed() const;
   std::vector<int> missing(uint64_t number) const;
@@ -78,7 +80,6 @@ class Board {
   std::vector<char*> bases_;
   Header& header_;
   std::atomic<uint64_t> posted_{0};
-  std::chrono::nanoseconds spin_;
 };
 
 }  // namespace ldh::shm
