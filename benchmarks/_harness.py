@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 # --- variants -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _shm() -> dist.ProcessGroup:
+    import lightning_ddp_hooks  # noqa: F401, which registers the backend
+
+    return dist.new_group(backend="shm")  # type: ignore[no-any-return]
+
+
+def _on_shm(wrap: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return lambda module, **options: wrap(module, process_group=_shm(), **options)
 
 
 def _torch_ddp(**settings: Any) -> Callable[..., nn.Module]:
@@ -58,6 +70,8 @@ VARIANTS: dict[str, Callable[..., nn.Module]] = {
     "python-view": _ours("python", gradient_as_bucket_view=True),
     "native-copy": _ours("native", gradient_as_bucket_view=False),
     "native-view": _ours("native", gradient_as_bucket_view=True),
+    "native-shm": _on_shm(_ours("native", gradient_as_bucket_view=True)),  # ranks of one host talk through memory
+    "ddp-shm": _on_shm(_torch_ddp(gradient_as_bucket_view=True)),
     "ddp-again": _torch_ddp(),  # the same once more: what the noise makes of no difference
     NO_COMMUNICATION: lambda module, **options: module,  # every rank for itself: the floor
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -57,6 +57,12 @@ def backends() -> dict[str, bool]:
         "nccl": available and dist.is_nccl_available(),
         "mpi": available and dist.is_mpi_available(),
     }
+
+
+def register_cpu_backend(name: str, make: Callable[[Any, int, int, timedelta], Any]) -> None:
+    """Let process groups on the CPU be made with a further backend: ``make(store, rank, size, timeout)``."""
+    if dist.is_available():
+        dist.Backend.register_backend(name, make, devices=["cpu"])
 
 
 def join_world(device: torch.device) -> None:
@@ -122,8 +128,9 @@ def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
-    """Make a further group over the ranks of ``parent`` (of gloo with ``cpu``); a collective call of all its ranks."""
-    return _make(global_ranks(parent), "gloo" if cpu else backend_name(parent), timeout or timeout_of(parent))
+    """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all its ranks."""
+    backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
+    return _make(global_ranks(parent), backend, timeout or timeout_of(parent))
 
 
 def group_name(group: ProcessGroup) -> str:
@@ -246,6 +253,12 @@ def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) ->
     for group in groups:
         if backend_name(group) == "gloo":
             dist.destroy_process_group(group)
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """Return zeros where the group's ranks reach them without a copy, if its backend has such memory."""
+    tensor = _compat.allocate(group, numel, dtype, device) if group and backend_name(group) == "shm" else None
+    return torch.zeros(numel, dtype=dtype, device=device) if tensor is None else tensor.zero_()
 
 
 # ---------------------------------------------------------------------- what is sent

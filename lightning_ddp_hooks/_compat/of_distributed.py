@@ -33,6 +33,15 @@ def backend_for(group: ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def allocate(group: ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """Return memory that the group's backend prefers, not initialized; None if it, or this torch, has no such."""
+    backend: Any = group._get_backend(device)
+    if not hasattr(backend, "allocate_tensor"):
+        return None
+    tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return tensor
+
+
 def default_store() -> Store:
     """Return the store through which the ranks of the default process group have met."""
     from torch.distributed.distributed_c10d import _get_default_store

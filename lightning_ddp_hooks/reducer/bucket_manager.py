@@ -60,7 +60,7 @@ class BucketManager:
         self._may_miss = may_miss
         self._auto_cap_bytes: int | None = None
         self._sparse_ids = expects_sparse_gradient(parameters.module)
-        self._pool = GradBufferPool()
+        self._pool = GradBufferPool(in_flight.queue.group)
         self.start_recording()
 
     # ------------------------------------------------------------------ recording

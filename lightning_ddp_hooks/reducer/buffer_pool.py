@@ -3,7 +3,8 @@
     first backward    [ one bucket of everything                            | room ]
     from then on      [ bucket 0 | bucket 1          | bucket 2    | status | room ]
 
-So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces.
+So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces. Where the
+ranks' backend moves some memory without a copy, the block lies there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer.bucket import STATUS_NUMEL, Bucket
 from lightning_ddp_hooks.reducer.layout import BucketLayout
 
@@ -27,7 +29,8 @@ _Key = tuple[torch.dtype, torch.device]
 class GradBufferPool:
     """Lays buckets into memory, and keeps the memory for the next layout."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: comm.ProcessGroup | None = None) -> None:
+        self._group = group
         self._blocks: dict[_Key, Tensor] = {}
 
     def place(self, layouts: Sequence[BucketLayout], params: Sequence[Tensor]) -> list[Bucket]:
@@ -43,7 +46,7 @@ class GradBufferPool:
             key = (layout.dtype, layout.device)
             if key not in self._blocks:
                 room = ROOM // layout.dtype.itemsize
-                self._blocks[key] = torch.zeros(ends[key] + room, dtype=layout.dtype, device=layout.device)
+                self._blocks[key] = comm.zeros(ends[key] + room, layout.dtype, layout.device, self._group)
             last = number == len(layouts) - 1
             memory = self._blocks[key][offset : offset + layout.numel + STATUS_NUMEL * last]
             buckets.append(Bucket(layout, params, status=last, memory=memory))

@@ -41,12 +41,17 @@ def library_path() -> Path:
 @cache
 def _build_name() -> str:
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
-    for path in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
+    for path in sorted([*_sources(), *_HERE.rglob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # Two builds of one torch version may differ inside (a nightly, a build from source); their commits tell.
     digest.update(str(torch.version.git_version).encode())
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return f"native-{torch.__version__}-{python}-{digest.hexdigest()[:16]}"
+
+
+def _sources() -> list[Path]:
+    here = _HERE.rglob("*.cpp")
+    return sorted(path for path in here if path.parent.name != "shm" or sys.platform == "linux")
 
 
 def is_built() -> bool:
@@ -119,7 +124,7 @@ def _compile(directory: str) -> None:
 
     cpp_extension.load(
         _NAME,
-        [str(path) for path in sorted(_HERE.glob("*.cpp"))],
+        [str(path) for path in _sources()],
         extra_cflags=_FLAGS,
         build_directory=directory,
         with_cuda=False,

@@ -3,6 +3,9 @@
 
 #include "engine.h"
 #include "quantize.h"
+#ifdef __linux__
+#include "shm/backend.h"
+#endif
 
 namespace py = pybind11;
 
@@ -106,6 +109,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("copy_out", &Engine::copy_out, NoGil())
       .def("close", &Engine::close, NoGil());
   bind_quantization(m);
+#ifdef __linux__
+  bind_shm(m);
+#endif
 }
 
 }  // namespace ldh

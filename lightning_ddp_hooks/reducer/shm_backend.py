@@ -1,0 +1,27 @@
+"""The process group backend ``shm``: collectives of CPU tensors between ranks of one host, through memory they share."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.reducer.native import build
+
+
+def register() -> None:
+    """Make ``torch.distributed.init_process_group("shm")`` and `new_group` know the backend."""
+    comm.register_cpu_backend("shm", _make)
+
+
+def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    try:
+        if sys.platform != "linux":
+            raise RuntimeError("The shm backend needs Linux.")
+        build.build()
+        native = build.load()
+    except (RuntimeError, ImportError) as error:
+        store.set(f"card/{rank}", f"{error}\0")  # what the others wait for (rendezvous.cpp): they raise as well
+        raise RuntimeError(f"shm backend: {error}") from error
+    return native.make_shm_backend(store, rank, size, timeout)
