@@ -1,4 +1,4 @@
-"""A GradScaler's scale is one number on all ranks, whatever ranks find in their own gradients, and when they run out."""
+"""A GradScaler's scale is one number on all ranks, whatever they find in their own gradients, and when they run out."""
 
 from collections.abc import Callable
 from typing import Any

@@ -54,15 +54,17 @@ class SharedScale:
             found += flag.to(device, non_blocking=True)
         if self._group is None:
             self._group = comm.new_group(self._parent)
-        (count, at), self._sent = self._arrived(), (found, scale, comm.all_reduce(found, self._group))
-        answer = torch.where(at.to(device) <= scale, count.to(device), 0.0)
+        answer = torch.zeros_like(found)
+        if self._sent is not None:
+            count, at = self._arrived()
+            answer = torch.where(at.to(device) <= scale, count.to(device), answer)
+        self._sent = (found, scale, comm.all_reduce(found, self._group))
         for number, flag in enumerate(flags):
-            flag.copy_(answer if number == 0 else torch.zeros_like(answer), non_blocking=True)
+            flag.copy_(answer if number == 0 else answer.new_zeros(()), non_blocking=True)
 
     def _arrived(self) -> tuple[Tensor, Tensor]:
         """Return what was sent last, summed over the ranks, and at which scale it was found."""
-        if self._sent is None:
-            return torch.zeros(()), torch.zeros(())
+        assert self._sent is not None
         found, scale, work = self._sent
         if work is not None:
             work.wait()
@@ -85,7 +87,7 @@ class SharedScale:
         if self._group is not None and failed:
             comm.free_after_error([self._group], in_flight=self._sent is not None and self._sent[2] is not None)
         elif self._group is not None:
-            self._arrived()  # a collective may be on its way
+            self.state()  # a collective may be on its way
             comm.destroy_group(self._group)
         self._group = None
 

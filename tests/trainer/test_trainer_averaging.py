@@ -186,7 +186,7 @@ def test_a_step_that_a_scaler_skips_counts(way):
 def fit_with_scalers_that_differ(way):
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=100 + rank()))
     trainer = trainer_with(PeriodicModelAverager(period=2), way, Watch(), plugins=plugin, precision=None)
-    with pytest.raises(RuntimeError, match="growth_interval=100.*growth_interval=101"):
+    with pytest.raises(RuntimeError, match=r"growth_interval=100.*growth_interval=101"):
         trainer.fit(make_module())
 
 
