@@ -33,6 +33,7 @@ from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
+from lightning_ddp_hooks.optim.sharding import diverging_part
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
@@ -183,9 +184,11 @@ class TrainingRun:
 
     @property
     def _gradients_differ(self) -> bool:
-        """Whether ranks may step by different gradients in this step."""
-        hook_from = replicas_differ_from(self.hook.declared)
-        return self.trains_alone or (hook_from is not None and self.step >= hook_from)
+        """Whether ranks step by different gradients in this step, as far as hook and averager say."""
+        hook = self.hook.declared
+        return self.trains_alone or (
+            diverging_part(hook) is not None and self.step >= (replicas_differ_from(hook) or 0)
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

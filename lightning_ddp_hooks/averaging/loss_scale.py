@@ -49,7 +49,7 @@ class SharedScale:
         scale = _compat.loss_scale(self._scaler)
         device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
         scale = torch.as_tensor(scale, device=device).clone()
-        found = torch.zeros((), device=device)
+        found = torch.zeros((), dtype=torch.float32, device=device)
         for flag in flags:
             found += flag.to(device, non_blocking=True)
         if self._group is None:
@@ -77,7 +77,7 @@ class SharedScale:
 
     def restore(self, state: Sequence[float] | None) -> None:
         """Go on from what `state` returned."""
-        self._sent = None if state is None else (torch.tensor(float(state[0])), torch.tensor(float(state[1])), None)
+        self._sent = None if state is None else (*torch.tensor(state, dtype=torch.float32), None)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the scaler to itself, and free the group."""

@@ -266,7 +266,7 @@ def _only_scaler() -> torch.amp.GradScaler | None:
     found = _compat.grad_scalers()
     if len(found) > 1:
         warnings.warn(
-            f"There are {len(found)} GradScalers, and it is not known which one scales the loss of this model: give it, "
+            f"There are {len(found)} GradScalers, and it is not known which of them scales this model's loss: give it, "
             "as in `model.join(scaler=scaler)`, for ranks that ran out of data to go on with the others' scale.",
             stacklevel=4,
         )
