@@ -78,6 +78,9 @@ def _problem_of(state: Any) -> str | None:
         return "is damaged: `hook` or `missing` has the wrong type"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"is damaged: found `loss_scale` {scale!r}"
+    found = state.get("overflows")
+    if found is not None and not (isinstance(found, list) and [type(value) for value in found] == [float, float]):
+        return f"is damaged: found `overflows` {found!r}"
     return None
 
 

@@ -165,7 +165,12 @@ class DataParallel(nn.Module, Joinable):
         return self._run.no_sync()
 
     def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Join:
         """Return a context in which ranks may run out of data at different times; enter it on all ranks.
 
@@ -178,6 +183,8 @@ class DataParallel(nn.Module, Joinable):
                 weighs as much as before; False divides by the number of ranks that still have data.
             enable: False costs nothing, if all ranks are known to have as much data.
             throw_on_early_termination: raise on all ranks in the first forward after one has run out.
+            scaler: GradScaler of the loop, whose scale ranks that ran out early take over in the end; None finds it if
+                the process has only one.
 
         Example:
             >>> with model.join(divide_by_initial_world_size=False):
@@ -185,11 +192,11 @@ class DataParallel(nn.Module, Joinable):
             ...         loss(model(batch)).backward()
             ...         optimizer.step()
         """
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size, "scaler": scaler}
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what this rank does once it has run out of data; for `Join`, with the argument of `join`."""
+        """Return what this rank does once it has run out of data; for `Join`, with the arguments of `join`."""
         by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
 
         def announce_backward() -> None:
@@ -199,7 +206,9 @@ class DataParallel(nn.Module, Joinable):
 
         self.reducer.finalize_pending_backward()
         self.reducer.on_backward_begin = announce_backward
-        return DataParallelJoinHook(self.module, self.reducer, divide_by_initial_world_size=by_world_size)
+        return DataParallelJoinHook(
+            self.module, self.reducer, divide_by_initial_world_size=by_world_size, scaler=kwargs.get("scaler")
+        )
 
     def _announce_forward(self) -> int:
         """Tell joined ranks of this forward; return the rank whose buffers it begins with."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.driver import Averaging
+from lightning_ddp_hooks.averaging.loss_scale import SharedScale, scaler_text
 from lightning_ddp_hooks.checkpoint import STATE_KEY, read_training_state, training_state
 from lightning_ddp_hooks.config import Settings, replicas_differ_from
 from lightning_ddp_hooks.health.checks import NonfiniteGuard, check_replicas
@@ -32,6 +33,7 @@ from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.optim.driver import OptimizerDriver
+from lightning_ddp_hooks.optim.sharding import diverging_part
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
 from lightning_ddp_hooks.reducer.agreement import UnusedPolicy
 from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
@@ -87,7 +89,7 @@ class TrainingRun:
             skip_missing_loss=settings.skip_missing_loss,
             ends_steps=ends_steps,
             timeout=settings.timeout,
-            agree_on={**settings.to_agree_on(), **(agree_on or {})},
+            agree_on={**settings.to_agree_on(), "precision's scaler": scaler_text(scaler), **(agree_on or {})},
         )
         self.reducer.on_backward_begin = self._begin_backward
         watches = settings.detect_nonfinite and scaler is None
@@ -100,6 +102,11 @@ class TrainingRun:
                 self._at_close.enter_context(self.driver.stepping())
                 self._at_close.enter_context(self.driver.overlapping())
         self.hook = RunHook(self.reducer, self.driver, scaler, restored, lambda: self.step, warn)
+        self._scale: SharedScale | None = None
+        if scaler is not None:
+            self._scale = SharedScale(scaler, self.reducer.parent_group)
+            self._scale.watch(lambda: self._gradients_differ)
+            self._restore_scale(restored)
         try:
             if settings.hook is not None:
                 self.hook.install(settings.hook)
@@ -180,6 +187,14 @@ class TrainingRun:
     def trains_alone(self) -> bool:
         """Whether gradients are not exchanged in this step: the averager has taken over."""
         return self.averaging is not None and not self.averaging.syncs_gradients()
+
+    @property
+    def _gradients_differ(self) -> bool:
+        """Whether ranks step by different gradients in this step, as far as hook and averager say."""
+        hook = self.hook.declared
+        return self.trains_alone or (
+            diverging_part(hook) is not None and self.step >= (replicas_differ_from(hook) or 0)
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -352,6 +367,8 @@ class TrainingRun:
             state["averaging"] = self.averaging.state_dict(with_replicas=with_replicas)
         elif self.averaging is not None:
             state["missing"].append("the averaged model and the averager's state")
+        if self._scale is not None and collective:
+            state["overflows"] = self._scale.state()
         if self.sharded and not collective:
             state["missing"].append("the other ranks' parts of the optimizer state")
         if self._clock is not None:
@@ -373,9 +390,14 @@ class TrainingRun:
         """Go on with clock and hook's state of a checkpoint, as `read_training_state` returns them."""
         self.step = int(state["step"])
         self.hook.restore(state)
+        self._restore_scale(state)
         if self.averaging is not None:
             self.averaging.bound.step = self.step
             self._follow_schedule()
+
+    def _restore_scale(self, state: Mapping[str, Any] | None) -> None:
+        if self._scale is not None and state is not None:
+            self._scale.restore(state.get("overflows"))
 
     def load_averaging(self, state: Mapping[str, Any] | None) -> None:
         """Go on with the averager's state of a checkpoint, once module and optimizers have been loaded."""
@@ -398,6 +420,8 @@ class TrainingRun:
             return
         self.closed = True
         self._at_close.close()
+        if self._scale is not None and not self._broken:
+            self._scale.close(failed=self.failed)
         if self.averaging is not None and not self._broken:
             self.averaging.close(failed=self.failed)
         if self.driver is not None:

@@ -165,6 +165,43 @@ def test_half_precision_keeps_float32_errors_and_complex_gradients_travel_dense(
     assert stats["numel_after"] == 2 * 192 + 28
 
 
+def _near(size: float, rank: int, step: int, shapes: Shapes) -> list[Tensor]:
+    """Return gradients of which all elements are about as large, so that products with long rows are large."""
+    return [(1 - g.abs() / g.abs().max() / 4) * size for g in gradients_of(rank, step, shapes)]
+
+
+def train_in_float16(name: str, size: float) -> tuple[list[Tensor], Tensor]:
+    shapes: Shapes = [(48, 64), (64,), (64, 48)]
+    if name == "gradients":
+        rig = Rig(PowerSGD(rank=2, start_iter=0), shapes, dtype=torch.float16)
+    else:
+        inner = BatchedPowerSGD if name == "cast, whole bucket" else PowerSGD
+        rig = Rig(Cast(inner(rank=2, start_iter=0), "float16"), shapes)
+    rig.set_layout([[0, 1, 2]])
+    results = []
+    for step in range(4):
+        results.append(flat(rig.step([g.to(rig.params[0].dtype) for g in _near(size, dist.get_rank(), step, shapes)])))
+    return results, owed(rig)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1.0, 1e4, 6e4])
+@pytest.mark.parametrize("name", ["gradients", "cast", "cast, whole bucket"])
+def test_factors_in_float16_do_not_overflow_where_gradients_do_not(name: str, size: float) -> None:
+    first, second = run_ranks(train_in_float16, name, size)
+    shapes: Shapes = [(48, 64), (64,), (64, 48)]
+    for one, other in zip(first[0], second[0], strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
+    went_in = torch.zeros(())
+    for step in range(4):
+        for rank in range(2):
+            went_in = went_in + flat(_near(size, rank, step, shapes)) / 2
+    came_out = sum(first[0]) + (first[1] + second[1]) / 2
+    whole = torch.stack(first[0]).abs().max(0).values < torch.finfo(torch.float16).max  # else it was cut off
+    torch.testing.assert_close(came_out[whole], went_in[whole].double(), rtol=0, atol=5e-3 * size)
+
+
 def wire_bytes() -> dict[str, tuple[int, int]]:
     shapes: Shapes = [(64, 32), (32,), (64, 32)]
     found = {}

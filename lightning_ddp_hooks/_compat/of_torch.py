@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,38 @@ def found_inf_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
     Empty if it has not unscaled, since the optimizer does so itself (fused optimizers).
     """
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+
+
+def grad_scalers() -> list[torch.amp.GradScaler]:
+    """Return the GradScalers of this process that are enabled; nothing ties one to a model or an optimizer."""
+    scaler_class = torch.amp.GradScaler
+    found: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), scaler_class)]
+    return [scaler for scaler in found if scaler.is_enabled()]
+
+
+def before_scale_update(scaler: torch.amp.GradScaler, act: Callable[[list[Tensor]], None]) -> Callable[[], None]:
+    """Have ``act(flags)`` called before a GradScaler updates its scale by these flags; return what undoes it."""
+    inner, replaced = scaler.update, "update" in vars(scaler)
+    attached = True
+
+    def update(new_scale: float | Tensor | None = None) -> None:
+        if attached and new_scale is None and scaler.is_enabled():
+            states = scaler._per_optimizer_states.values()
+            act([flag for state in states for flag in state["found_inf_per_device"].values()])
+        inner(new_scale)
+
+    def undo() -> None:
+        nonlocal attached
+        attached = False
+        if vars(scaler).get("update") is not update:  # another one has been put on top
+            return
+        if replaced:
+            scaler.update = inner  # type: ignore[method-assign]
+        else:
+            del scaler.update
+
+    scaler.update = update  # type: ignore[method-assign]
+    return undo
 
 
 def loss_scale(scaler: torch.amp.GradScaler) -> Tensor | float:

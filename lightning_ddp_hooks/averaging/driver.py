@@ -60,7 +60,7 @@ class Averaging:
         context = plain_context(
             list(named), list(named.values()), lambda: list(module.buffers()), optimizers, process_group=group
         )
-        self._control_group = context.control_group
+        self.control_group = context.control_group
         self.bound = averager.bind(context)
         # While the averaged model is in place: the replica's own values, by id, beside the tensors that they belong to.
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -121,7 +121,7 @@ class Averaging:
         """Return an inner optimizer's ``state_dict``, averaged once ranks have trained for themselves."""
         if not self.is_local:
             return optimizer.state_dict()
-        return averaged_state_dict(optimizer, self.bound.group, self._control_group)
+        return averaged_state_dict(optimizer, self.bound.group, self.control_group)
 
     def state_dict(self, *, with_replicas: bool = True) -> dict[str, Any]:
         """Return the averager's state and, on rank 0, the replicas, for the checkpoint that rank 0 writes."""
@@ -133,7 +133,7 @@ class Averaging:
                 {names[index]: params[index] for index in self.bound.trainable_indices()},
                 dict(self._module.named_buffers()),
                 self._optimizers(),
-                self._control_group,
+                self.control_group,
                 own_value=lambda tensor: self._own.get(id(tensor), (tensor, tensor))[1],
             )
         own, equal = self.bound.state_dict(), self.bound.replicas_equal
@@ -169,9 +169,9 @@ class Averaging:
         """Free the groups; after an error, when other ranks may be stuck, only what can be freed without them."""
         self.bound.close(failed=failed)
         if failed:
-            comm.free_after_error([self._control_group])
+            comm.free_after_error([self.control_group])
         else:
-            comm.destroy_group(self._control_group)
+            comm.destroy_group(self.control_group)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

@@ -7,12 +7,6 @@ PostLocalSGD          averaged over all ranks       averaged within the subgroup
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import torch
-from torch import Tensor
-
-from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.hooks.allreduce import Noop
 from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
@@ -55,26 +49,3 @@ def _has_start(hook: CommHook) -> bool:
     state = getattr(hook, "state", None)  # of a function, ours or torch's
     own = hook.delayed_by is not None or hasattr(state, "start_local_sgd_iter") or hasattr(state, "start_localSGD_iter")
     return own and hook.replicas_differ_from() == 0
-
-
-def agree_on_found_inf(
-    found: Sequence[Tensor], gradients: Iterable[Tensor | None], group: comm.ProcessGroup, device: torch.device
-) -> None:
-    """Make an Inf or NaN that one rank's GradScaler has found known to the scalers of all; collective.
-
-    For ranks that train for themselves: without it only that rank would skip the step, and scales would drift apart.
-    ``found`` holds the scaler's own flags, one per device, written in place. It is empty if the optimizer looks for Inf
-    itself while it steps (fused optimizers); then an Inf is written into a gradient of every rank, for it to be found.
-    """
-    if found:
-        for flag in found:
-            comm.all_reduce(flag, group).wait()  # a count above 0 means the same as a flag
-        return
-    dense = [g for g in gradients if g is not None and g.layout is torch.strided and g.numel()]
-    flag = torch.zeros((), dtype=torch.float32, device=device)
-    if dense:
-        flag = torch.stack([~torch.isfinite(g).all() for g in dense]).sum(dtype=torch.float32)
-    comm.all_reduce(flag, group).wait()
-    if dense:
-        # The host is not asked. A product with the flag would not do: 0 times Inf is NaN.
-        dense[0].masked_fill_(flag > 0, float("inf"))

@@ -184,7 +184,7 @@ class _BoundPowerSGD(BoundHook):
         work.orthonormalize(config.orthogonalization_epsilon)
         for batch, matrix in zip(work.batches, matrices, strict=True):
             torch.bmm(batch.left_view(work.left), matrix, out=batch.right_view(work.own_right))
-        yield requests.AllReduce(work.pack_second())
+        yield requests.AllReduce(work.pack_second(scale))
         guard = work.unpack_second(scale, guard)
         self._count(guard)
 

@@ -25,6 +25,8 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 # Far below the rounding of a row of length one.
 _TINY = 1e-20
 
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+
 
 class NonfiniteGuard:
     """Whether a step's sums, which all ranks have alike, are finite: known to the host if it asks, else a tensor."""
@@ -96,6 +98,11 @@ class PowerSGDWorkspace:
         self._narrow = None
         if comm_dtype.itemsize < self._dtype.itemsize:
             self._narrow = (torch.empty_like(self._first, dtype=comm_dtype), self._right.to(comm_dtype))
+        # A product of a matrix with a row of length one is at most so much larger than the matrix's elements; float16
+        # factors are sent that much smaller, and cannot overflow where gradients do not. Powers of two lose nothing.
+        bounds_by = comm_dtype is torch.float16
+        self._left_bound = _power_above(max(slot.right for slot in slots)) if bounds_by else 1.0
+        self._right_bound = _power_above(max(slot.left for slot in slots)) if bounds_by else 1.0
         self._rows = Rows([slot.right for slot in self._slots for _ in range(slot.rank)], self._device)
         self._left_blocks = list(left_blocks(self.batches, self.left))
         thin = all(slot.rank == 1 for slot in slots)
@@ -152,12 +159,16 @@ class PowerSGDWorkspace:
         if self._dense:
             foreach_copy_(self._dense, self.views(flat, "dense"))
             self._first[self.left.numel() :].mul_(scale)
+        if self._left_bound != 1.0:
+            self.left.mul_(1.0 / self._left_bound)
         return self._first if self._narrow is None else self._narrow[0].copy_(self._first)
 
     def unpack_first(self) -> NonfiniteGuard:
         """Take up the sum of the first messages; tell whether all was finite."""
         if self._narrow is not None:
             self._first.copy_(self._narrow[0])
+        if self._left_bound != 1.0:
+            self.left.mul_(self._left_bound)
         return NonfiniteGuard(self._first, ask=self._ask)
 
     def orthonormalize(self, epsilon: float) -> None:
@@ -168,19 +179,22 @@ class PowerSGDWorkspace:
             for block in self._left_blocks:
                 orthonormalize_(block, epsilon)
 
-    def pack_second(self) -> Tensor:
+    def pack_second(self, scale: float) -> Tensor:
         """Return the second message."""
         if self._narrow is None:
             return self.sum_right.copy_(self.own_right)
-        narrow = self._narrow[1].copy_(self.own_right)
+        factor = scale / self._right_bound if self._right_bound != 1.0 else 1.0
+        narrow = self._narrow[1].copy_(self.own_right if factor == 1.0 else self.own_right.mul_(factor))
         self.own_right.copy_(narrow)  # what was lost in rounding has not been sent and belongs to the error
+        if factor != 1.0:
+            self.own_right.mul_(1.0 / factor)
         return narrow
 
     def unpack_second(self, scale: float, before: NonfiniteGuard) -> NonfiniteGuard:
         """Take up the mean of the second messages, and keep it for the next step if it is finite."""
         if self._narrow is not None:
             self.sum_right.copy_(self._narrow[1])
-        self.sum_right.mul_(scale)
+        self.sum_right.mul_(scale if self._right_bound == 1.0 else self._right_bound)
         guard = NonfiniteGuard(self.sum_right, before, ask=self._ask)
         guard.copy_(self._right, self.sum_right)
         guard.fill_(self.own_right, 0.0)  # own or summed: a float16 message may overflow on some rank only
@@ -195,4 +209,11 @@ class PowerSGDWorkspace:
         elif self._dense:
             foreach_copy_(self.views(flat, "dense"), self._dense)
         if self._work is not None:
+            if self._buffer.dtype is torch.float16:  # an approximation, and what is owed, may pass its range
+                self._work.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX)
             self._buffer.copy_(self._work)
+
+
+def _power_above(length: int) -> float:
+    """Return the power of two at or above the square root of a length."""
+    return float(2 ** math.ceil(math.log2(length) / 2))

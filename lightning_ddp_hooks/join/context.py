@@ -10,6 +10,7 @@ collectives and only its own hook runs, so that a joinable may have any number o
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.averaging.loss_scale import follow_scale
 from lightning_ddp_hooks.join.agreement import PendingRows, active_text, post_row
 from lightning_ddp_hooks.reducer.module_sync import broadcast_tensors
 from lightning_ddp_hooks.reducer.reducer import Reducer
@@ -220,8 +222,16 @@ FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
 class DataParallelJoinHook(JoinHook):
     """Shadows the collectives of a data-parallel module, then takes over the final model."""
 
-    def __init__(self, module: torch.nn.Module, reducer: Reducer, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        reducer: Reducer,
+        *,
+        divide_by_initial_world_size: bool,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self._module = module
+        self._scaler = scaler
         self._reducer = reducer
         self._by_world_size = divide_by_initial_world_size
 
@@ -240,9 +250,24 @@ class DataParallelJoinHook(JoinHook):
 
     @torch.no_grad()
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the final model from the lowest of the last joiners."""
+        """Take the final model, and the scale of its loss, from the lowest of the last joiners."""
         reducer = self._reducer
         reducer.on_backward_begin = None
         reducer.set_divisor(reducer.world_size)
-        source = post_row((is_last_joiner,), reducer.control_group).wait().index([1])
+        last = post_row((is_last_joiner,), reducer.control_group).wait()
+        source = last.index([1])
         broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)
+        if [0] in last:
+            follow_scale(self._scaler or _only_scaler(), is_last_joiner, reducer.control_group)
+
+
+def _only_scaler() -> torch.amp.GradScaler | None:
+    """Return the GradScaler of this process, if there is one and no other."""
+    found = _compat.grad_scalers()
+    if len(found) > 1:
+        warnings.warn(
+            f"There are {len(found)} GradScalers, and it is not known which of them scales this model's loss: give it, "
+            "as in `model.join(scaler=scaler)`, for ranks that ran out of data to go on with the others' scale.",
+            stacklevel=4,
+        )
+    return found[0] if len(found) == 1 else None

@@ -8,14 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.loss_scale import SharedScale, follow_scale, scaler_text
 from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.join.context import Join
 from lightning_ddp_hooks.optim.sharded_optimizer import JoinableOptimizer
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 
 
 class PostLocalSGDOptimizer(JoinableOptimizer):
@@ -25,7 +27,8 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
     subgroup, or not at all, afterwards; see `PostLocalSGD` and ``DataParallel.no_sync``. Construction is collective.
 
     Under a GradScaler a step that is skipped on this rank still counts and still averages, so that ranks that train for
-    themselves never wait for each other in vain.
+    themselves never wait for each other in vain. Given as ``scaler``, it has one scale on all ranks: an overflow on one
+    of them lowers it for all, at the end of the next step.
 
     In a `Join` context a rank that has run out of data takes part in the averages with its model as it is: like any
     replica between two averages it counts as one of them.
@@ -35,9 +38,11 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         averager: What averages, and when. Under a Trainer use ``DDPHooksStrategy(averager=...)`` instead.
         module: Model, if its buffers are to be averaged too; without it only the optimizer's parameters are.
         process_group: Ranks that average; None for all.
+        scaler: GradScaler that calls `step`, if there is one.
 
     Raises:
-        RuntimeError: No process group is initialised.
+        RuntimeError: No process group is initialised, or ranks have different scalers; in `step`: a GradScaler calls it
+            that was not given.
         TypeError: An argument of the wrong type.
 
     Example:
@@ -59,6 +64,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         *,
         module: nn.Module | None = None,
         process_group: comm.ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if not isinstance(optim, Optimizer):
             raise TypeError(f"Expected a torch optimizer, got {type(optim).__name__}.")
@@ -75,6 +81,9 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
             process_group=process_group,
         )
         self.process_group = self._context.group
+        self._scaler = scaler
+        self._scale = None if scaler is None else SharedScale(scaler, self._context.group)
+        check_same_on_all_ranks([], {"scaler": scaler_text(scaler)}, self._context.control_group)
         self.averager: BoundAverager = averager.bind(self._context)
 
     def _named_params(self) -> tuple[list[str], list[nn.Parameter]]:
@@ -105,22 +114,37 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         if self._may_step():
             loss = self.optim.step() if closure is None else self.optim.step(closure)
         Join.notify(self)
+        if self._scaler is not None and self._scale is not None:
+            self._scale.exchange(_compat.found_inf_flags(self._scaler, self))
         self.averager.average_parameters()
         return loss
 
     def step_without_data(self) -> None:
         """Do what the averager's schedule says for this step of the others."""
+        if self._scale is not None:
+            self._scale.exchange([])
         self.averager.average_parameters()
+
+    def end_join(self, is_last_joiner: bool) -> None:
+        """Take over the scale of a rank that ran out of data last."""
+        if self._scaler is not None:
+            follow_scale(self._scaler, is_last_joiner, self._context.control_group)
 
     @torch.no_grad()
     def _may_step(self) -> bool:
         """Do what a GradScaler leaves to us: unscale, and tell whether the gradients are finite."""
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            for param in optimizer_params(self):
-                if param.grad is not None:
-                    param.grad.mul_(scale.reciprocal().to(param.grad.device))
-        return not bool(getattr(self, "found_inf", False))
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is None:
+            return True
+        if self._scaler is None:
+            raise RuntimeError(
+                "A GradScaler calls `step` of a PostLocalSGDOptimizer that does not know it, so that scales of ranks "
+                "would part: give it, as in `PostLocalSGDOptimizer(optimizer, averager, scaler=scaler)`."
+            )
+        for param in optimizer_params(self) if scale is not None else ():
+            if param.grad is not None:
+                param.grad.mul_(scale.reciprocal().to(param.grad.device))
+        return not bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

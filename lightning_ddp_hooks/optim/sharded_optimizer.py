@@ -27,6 +27,9 @@ class JoinableOptimizer(Optimizer, Joinable):
     def step_without_data(self) -> None:
         """Do this rank's part of a step of the others."""
 
+    def end_join(self, is_last_joiner: bool) -> None:
+        """End a context in which ranks ran out of data at different times; on all ranks."""
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what this rank does once it has run out of data; for `Join`."""
         return _StepOn(self)
@@ -49,6 +52,9 @@ class _StepOn(JoinHook):
 
     def main_hook(self) -> None:
         self._optimizer.step_without_data()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._optimizer.end_join(is_last_joiner)
 
 
 class ShardedOptimizer(JoinableOptimizer):

@@ -12,7 +12,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks import hooks
+from lightning_ddp_hooks import comm, hooks
+from lightning_ddp_hooks.averaging.loss_scale import SharedScale
 
 pytestmark = pytest.mark.ranks
 
@@ -71,3 +72,32 @@ def test_a_hook_gives_what_it_gives_on_the_cpu_without_waiting(name: str) -> Non
             assert torch.equal(there[step], other[step])
         largest = float(here[step].abs().max())
         torch.testing.assert_close(there[step], here[step], rtol=0, atol=0.02 * largest)
+
+
+class Scaler:
+    """What is looked at of a GradScaler, which does not know the simulated device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), 64.0, device=device)
+
+    def _get_scale_async(self) -> Tensor:
+        return self.scale
+
+
+def share_scale() -> list[float]:
+    device = sim.join_world(seed=dist.get_rank(), delayed=0.2, longest_ms=1)
+    scaler = Scaler(device)
+    shared = SharedScale(scaler, comm.resolve_group(None))  # type: ignore[arg-type]
+    flags = torch.zeros(STEPS, device=device)
+    flags[LEARNED + dist.get_rank()] = 1.0
+    for step in range(STEPS):
+        with sim.no_host_waits() if step else nullcontext():  # the first one makes a group
+            shared.exchange([flags[step]])
+            scaler.scale.sub_(flags[step], alpha=32.0)
+    return [float(flag) for flag in flags]
+
+
+def test_overflows_are_shared_without_waiting() -> None:
+    found = [0.0] * STEPS
+    found[LEARNED + 1] = 1.0  # a step later; what rank 1 found in this step has been answered by then
+    assert run_ranks(share_scale) == [found] * 2

@@ -177,12 +177,22 @@ def fit_with_scaler(way):
 
 @pytest.mark.parametrize("way", ["strategy", "ddp"])
 def test_a_step_that_a_scaler_skips_counts(way):
-    results = run_ranks(fit_with_scaler, way)
-    for steps, _, finite in results:
+    for steps, scale, finite in run_ranks(fit_with_scaler, way):
         assert steps == [True, False] * 4 if way == "strategy" else len(steps) == 8
         assert finite
-    if way == "ddp":  # the Inf is agreed, so that both scalers follow the same path
-        assert results[0][1] == results[1][1]
+        assert scale == 32.0  # both follow what one has found in step 3; that of the last step is on its way
+
+
+def fit_with_scalers_that_differ(way):
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=100 + rank()))
+    trainer = trainer_with(PeriodicModelAverager(period=2), way, Watch(), plugins=plugin, precision=None)
+    with pytest.raises(RuntimeError, match=r"growth_interval=100.*growth_interval=101"):
+        trainer.fit(make_module())
+
+
+@pytest.mark.parametrize("way", ["strategy", "ddp"])
+def test_scalers_that_differ_are_refused(way):
+    run_ranks(fit_with_scalers_that_differ, way)
 
 
 def resume(averager, way, folder):

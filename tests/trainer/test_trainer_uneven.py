@@ -286,12 +286,12 @@ class Overflows(Second):
         return loss * float("inf") if batch_idx in (3, 6) and rank() == 2 else loss
 
 
-def fit_with_scaler() -> tuple[float, bool]:
+def fit_with_scaler(averager: Any = None) -> tuple[float, bool]:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
     module = make_module(Overflows).float()
     options = {"plugins": plugin, "precision": None, "callbacks": [UnevenInputs()]}
     module.train_dataloader = lambda: Float(Shard(rank(), Overflows.counts[rank()]))
-    make_trainer("ddp_hooks", **{**EXACT, **options}).fit(module)
+    make_trainer({"averager": averager}, **{**EXACT, **options}).fit(module)
     return plugin.scaler.get_scale(), all(bool(p.isfinite().all()) for p in module.parameters())
 
 
@@ -302,6 +302,8 @@ class Float(Stream):
 
 def test_all_ranks_keep_the_same_scale() -> None:
     assert run_ranks(fit_with_scaler, world_size=WORLD) == [(64.0 / 2**4, True)] * WORLD
+    averager = PeriodicModelAverager(period=2)  # what the last step has found is on its way
+    assert run_ranks(fit_with_scaler, averager, world_size=WORLD) == [(64.0 / 2**3, True)] * WORLD
 
 
 # ---------------------------------------------------------------------- collectives of the user's own

@@ -9,15 +9,15 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
-from lightning_ddp_hooks.averaging.gradients import agree_on_found_inf
+from lightning_ddp_hooks.averaging.loss_scale import SharedScale, scaler_text
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
+from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 
 
 class ModelAveraging(Callback):
@@ -25,7 +25,7 @@ class ModelAveraging(Callback):
 
     With our strategy it is the same as ``DDPHooksStrategy(averager=...)``. With plain ``ddp`` the callback also stops
     the exchange of gradients after the averager's warm-up, puts the averaged model in place for validation and into
-    checkpoints, and lets ranks agree on an Inf that a GradScaler has found.
+    checkpoints, and keeps the scale of a GradScaler the same on all ranks.
 
     Limits on plain ``ddp``, which our strategy does not have: automatic optimisation only; a checkpoint with
     ``save_weights_only=True`` does not pass the callback and holds the model of rank 0.
@@ -52,6 +52,7 @@ class ModelAveraging(Callback):
         Settings(average_before_eval=average_before_eval, save_replicas=save_replicas).check()
         self.averager = averager
         self._averaging: Averaging | None = None
+        self._scale: SharedScale | None = None
         self._final: dict[str, Any] | None = None
         self._loaded: dict[str, Any] | None = None
         self._loaded_step = 0
@@ -102,6 +103,13 @@ class ModelAveraging(Callback):
                 before_eval=before_eval,
                 save_replicas=keep,
             )
+            self._share_scale(getattr(trainer.precision_plugin, "scaler", None), self._averaging)
+
+    def _share_scale(self, scaler: Any, averaging: Averaging) -> None:
+        check_same_on_all_ranks([], {"precision's scaler": scaler_text(scaler)}, averaging.control_group)
+        if scaler is not None:
+            self._scale = SharedScale(scaler, averaging.bound.context.group)
+            self._scale.watch(lambda: not averaging.syncs_gradients())
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -126,18 +134,6 @@ class ModelAveraging(Callback):
             model.require_backward_grad_sync = self._averaging.syncs_gradients()
             if not self._averaging.broadcasts_buffers():
                 model.require_forward_param_sync = False
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if self._averaging is None or scaler is None or self._averaging.syncs_gradients():
-            return
-        agree_on_found_inf(
-            _compat.found_inf_flags(scaler, optimizer),
-            (param.grad for group in optimizer.param_groups for param in group["params"]),
-            self._averaging.bound.group,
-            pl_module.device,
-        )
 
     @override
     def on_train_batch_end(
@@ -182,12 +178,16 @@ class ModelAveraging(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._failed = True
         # Nobody calls `teardown` now. After an error of the connection what groups wait for is not known.
-        averaging, self._averaging = self._averaging, None
-        if averaging is not None and isinstance(exception, Exception) and not comm.is_collective_error(exception):
-            averaging.close(failed=True)
+        if isinstance(exception, Exception) and not comm.is_collective_error(exception):
+            self._close(failed=True)
+        self._averaging = self._scale = None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._averaging is not None:
-            self._averaging.close()
-        self._averaging = None
+        self._close()
+
+    def _close(self, *, failed: bool = False) -> None:
+        for part in (self._scale, self._averaging):
+            if part is not None:
+                part.close(failed=failed)
+        self._averaging = self._scale = None
