@@ -42,6 +42,11 @@ class StepExchange:
         with comm.counted_in(ByteTotal()):  # not the run's own traffic
             self._under_way.append((everyone, own, comm.start_all_gather(everyone, own, self.group)))
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a rank may still be sending."""
+        return not all(work.is_completed() for _, _, work in self._under_way)
+
     def take(self, *, wait: bool = False) -> list[list[RankStep]]:
         """Return the steps of all ranks that have come by now; with ``wait``, all that were sent."""
         found: list[list[RankStep]] = []

@@ -278,6 +278,8 @@ class CommMonitor(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop(wait=False)
+        comm.free_after_error(self._groups, self._exchange is not None and self._exchange.is_under_way)
+        self._groups.clear()
 
     def _stop(self, *, wait: bool = True) -> None:
         """Stop watching and counting, and complete the record; nothing collective."""
