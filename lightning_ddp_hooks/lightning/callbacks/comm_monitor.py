@@ -271,6 +271,8 @@ class CommMonitor(Callback):
         if record is None or self._recorder is None:
             return
         self._stop(wait=False)
+        comm.free_after_error(self._groups, self._exchange is not None and self._exchange.is_under_way)
+        self._groups.clear()
         error = type(exception).__name__
         record.note = f"The run ended with {error}: this is what rank {record.rank} had recorded by then."
         self._write(record)
@@ -278,8 +280,6 @@ class CommMonitor(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop(wait=False)
-        comm.free_after_error(self._groups, self._exchange is not None and self._exchange.is_under_way)
-        self._groups.clear()
 
     def _stop(self, *, wait: bool = True) -> None:
         """Stop watching and counting, and complete the record; nothing collective."""
