@@ -215,6 +215,17 @@ def collectives_begun() -> int:
     return sum(_compat.collectives_begun(group) for group in _compat.process_groups())
 
 
+def last_collectives(count: int = 20) -> list[str]:
+    """Return lines on the last collectives that this process has begun, as torch's flight recorder knows them."""
+    entries = _compat.flight_record().get("entries") or []
+    lines = [
+        f"  {entry.get('profiling_name')} of {entry.get('input_sizes')}, number {entry.get('collective_seq_id')} of "
+        f"group {' '.join(map(str, entry.get('process_group') or ()))}"
+        for entry in entries[-count:]
+    ]
+    return ["Last collectives that it began, done or not:", *lines] if lines else []
+
+
 # gloo raises plain RuntimeErrors.
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Operation timed out")
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -31,7 +32,14 @@ _CHOICES = {
     "start_method": get_args(StartMethod),
     "resume": (None, "auto"),
 }
-_TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss", "check_logged_values", "resume")
+_TRAINER_ONLY = (
+    "average_before_eval",
+    "gradient_weighting",
+    "skip_missing_loss",
+    "check_logged_values",
+    "resume",
+    "stall_timeout",
+)
 
 
 def replicas_differ_from(hook: CommHook | None) -> int | None:
@@ -53,6 +61,7 @@ class Settings(ReducerConfig):
     process_group_backend: str | None = None
     timeout: timedelta | None = comm.DEFAULT_TIMEOUT
     failure_timeout: float | None = 30.0
+    stall_timeout: float | None = None
     check_replicas_every_n_steps: int | None = None
     detect_nonfinite: bool = False
     start_method: StartMethod = "popen"
@@ -99,17 +108,20 @@ class Settings(ReducerConfig):
         for name, check in _CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 check(value)
+        if self.stall_timeout is not None and self.failure_timeout is None:
+            raise ValueError("`stall_timeout` has no effect with `failure_timeout=None`: set both, or neither.")
 
     def to_agree_on(self) -> dict[str, object]:
         """Return what must be the same on all ranks beside the reducer's part, by name."""
         of_averager = ("save_replicas", "average_before_eval") if self.averager is not None else ()
         names = (
+            *of_averager,
             "gradient_weighting",
             "skip_missing_loss",
-            *of_averager,
             "failure_timeout",
             "detect_nonfinite",
             "resume",
+            "stall_timeout",
         )
         return {
             "comm_hook": declaration_text(self.hook),
@@ -186,13 +198,11 @@ def _is_device(name: str) -> bool:
         return False
 
 
-def _check_failure_timeout(value: object) -> None:
+def _check_seconds(name: str, none: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"Expected a number of seconds or None for `failure_timeout`, got {value!r}.")
+        raise TypeError(f"Expected a number of seconds or None for `{name}`, got {value!r}.")
     if not 0 < value <= threading.TIMEOUT_MAX:  # longer than which threads cannot wait
-        raise ValueError(
-            f"Expected a positive number of seconds for `failure_timeout`, or None for no reports, got {value!r}."
-        )
+        raise ValueError(f"Expected a positive number of seconds for `{name}`, or None for {none}, got {value!r}.")
 
 
 def _check_interval(value: object) -> None:
@@ -206,7 +216,8 @@ def _check_interval(value: object) -> None:
 
 _CHECKS = {
     "timeout": _check_timeout,
-    "failure_timeout": _check_failure_timeout,
+    "failure_timeout": partial(_check_seconds, "failure_timeout", "no reports"),
+    "stall_timeout": partial(_check_seconds, "stall_timeout", "as long as `failure_timeout`"),
     "check_replicas_every_n_steps": _check_interval,
     "process_group_backend": _check_backend_name,
 }

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks.monitor.clock import Clock, Instant
-from lightning_ddp_hooks.monitor.record import RunRecord, rank_row
+from lightning_ddp_hooks.monitor.record import RunRecord
 from lightning_ddp_hooks.monitor.recorder import Recorder
+from lightning_ddp_hooks.monitor.skew import RankStep
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
 from lightning_ddp_hooks.traffic import ByteCounter
 
@@ -125,9 +126,7 @@ def sample_record(steps: Sequence[StepTiming] | None = None, *, world_size: int 
     steps = sample_steps() if steps is None else steps
     record = RunRecord(world_size=world_size, rank=0, keep_steps=1000, facts={"model": "Net", "hook": "BlockQuantize"})
     record.add(steps)
-    record.parameter_bytes = {
-        f"layer{i}.{kind}": size for i in range(3) for kind, size in (("weight", 3_900_000), ("bias", 100_000))
-    }
-    record.ranks = [rank_row(rank, steps, world_size) for rank in range(world_size)]
+    if world_size > 1:
+        record.compared.extend([RankStep.of(step)] * world_size for step in steps)
     record.outside_bytes = {"control": 1000}
     return record

@@ -33,7 +33,9 @@ from lightning_ddp_hooks.health.report import (
     failed_ranks,
     failure_report,
     lost_ranks,
+    stalled_ranks,
 )
+from lightning_ddp_hooks.health.stacks import line_of
 from lightning_ddp_hooks.hooks import Cast, Noop, PerParameter, PostLocalSGD, PowerSGD, Rule, Schedule, Stage
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
@@ -140,6 +142,58 @@ def test_ranks_have_parted_only_if_all_wait_and_not_for_the_same(others: list[Pe
 def test_ranks_in_a_backward_wait_for_the_same() -> None:
     here = Progress(2, 2, 1, 2, "bucket 0")
     assert not deadlocked(here, {1: _waits("bucket 1", buckets=2)}, 2, 5)
+
+
+SENDS = Progress(3, 3, 1, 2, "bucket 0 ('a')")
+
+
+def _at(progress: Progress, *, idle_s: float = 9, state: State = State.RUNNING, silent_s: float = 0) -> PeerStatus:
+    return PeerStatus(Heartbeat(1, progress, state), silent_s, idle_s)
+
+
+@pytest.mark.parametrize(
+    ("others", "stalled"),
+    [
+        ([_at(Progress(3))], [1]),  # in its forward, or anywhere
+        ([_at(Progress(3, 2, 1, 2))], [1]),  # in its backward, and not waiting
+        ([_at(Progress(3)), _at(SENDS)], [1]),
+        ([_at(Progress(3)), _at(Progress(3))], [1, 2]),
+        ([_at(SENDS)], []),  # a slow network
+        ([_at(Progress(3), idle_s=1)], []),  # gets on
+        ([_at(Progress(3), silent_s=4)], []),  # may be gone
+        ([_at(Progress(3), state=State.FINISHED)], []),
+        ([_at(Progress(3)), _at(Progress(3, waits_for="`barrier` called by fit"))], []),  # maybe for rank 1
+    ],
+)
+def test_a_rank_is_stalled_only_while_all_others_wait_for_its_gradients(
+    others: list[PeerStatus], stalled: list[int]
+) -> None:
+    peers = dict(enumerate(others, 1))
+    assert stalled_ranks(SENDS, peers, len(peers) + 1, 5) == stalled
+    assert stalled_ranks(SENDS, peers, len(peers) + 2, 5) == []
+    assert stalled_ranks(Progress(3), peers, len(peers) + 1, 5) == []
+
+
+def test_a_stalled_rank_is_named_with_its_line() -> None:
+    peers = {1: PeerStatus(Heartbeat(1, Progress(3), line="`f` (a.py:3)"), 0, 31.0)}
+    report = failure_report(0, SENDS, peers, silent_s=5, stalled=[1], line="`fit` (b.py:9) in `wait` (x.py:1)")
+    assert report == (
+        "Rank 1 has made no progress for 31 s, while others wait for its gradients: it is at step 3, outside a backward, "
+        "in `f` (a.py:3). If it has work of its own that takes so long, set `stall_timeout`.\n"
+        "Rank 0, this one, was at step 3, in a backward with 1 of 2 buckets sent, waiting for bucket 0 ('a'), in "
+        "`fit` (b.py:9) in `wait` (x.py:1)."
+    )
+
+
+def test_the_line_of_a_thread_is_the_users() -> None:
+    assert line_of(threading.get_ident()).startswith("`test_the_line_of_a_thread_is_the_users` (test_health.py:")
+    places: list[str] = []
+    with torch.autograd.set_grad_enabled(True):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: places.append(line_of(threading.get_ident())))
+        x.sum().backward()
+    assert "test_health.py" in places[0]
+    assert line_of(-1) == ""
 
 
 def _look_at_a_blocked_thread(size: int) -> str:

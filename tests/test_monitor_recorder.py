@@ -42,15 +42,50 @@ def test_a_step_is_what_was_told_of_it() -> None:
         backward_end=7,
         finished=10,
         buckets=(
-            BucketTiming(0, ("p0.0", "p0.1"), 16, 100, 4, 4.5, 6),
-            BucketTiming(1, ("p1.0", "p1.1"), 16, 200, 5, 5.5, 8),
+            BucketTiming(0, ("p0.0", "p0.1"), 16, 100, 4, 4.5, 6, None, (4.5, 6)),
+            BucketTiming(1, ("p1.0", "p1.1"), 16, 200, 5, 5.5, 8, None, (5.5, 8)),
         ),
         wait=2,
         waits=((7, 9),),
         other_bytes=(("control", 9),),
     )
-    assert run.recorder.parameter_bytes == {"p0.0": 12, "p0.1": 4, "p1.0": 12, "p1.1": 4}
     assert run.traffic.current is run.traffic.tally("control")
+
+
+def test_what_lies_between_steps_is_told_apart() -> None:
+    run = Watched()
+    run.at(0, "begin_step", 0)
+    run.at(2, "end_step")
+    run.at(3, "begin_aside", "validation")
+    run.at(7, "end_aside")
+    run.at(8, "begin_aside", "save")  # up to the next step
+    run.at(10, "begin_step", 1)
+    [step] = run.at(11, "end_step")
+    assert step.between == (2.0, 4.0, 2.0)
+    run.at(12, "begin_step", 2)
+    run.recorder.begin_aside("validation")  # in the middle of a step, which is left out
+    run.recorder.leave_out_step()
+    run.at(14, "end_step")
+    run.at(15, "begin_step", 3)
+    [step] = run.at(16, "end_step")
+    assert step.between == (0.0, 0.0, 0.0)
+
+
+def test_of_a_hook_that_begins_later_the_first_collective_is_known() -> None:
+    run = Watched()
+    bucket, task = FakeBucket(0), FakeTask()
+    task.collective = None
+    run.at(0, "begin_step", 0)
+    run.at(1, "backward_opened")
+    run.launch(bucket, 2, 3, task)
+    assert task.on_collective is not None
+    for posted, met in ((4, 6.0), (7, 8.0)):
+        run.clock.now = float(posted)
+        task.on_collective(object())
+        run.clock.tells[-1](met)
+    run.at(8, "bucket_done", 0, bucket.buffer())
+    [step] = run.at(9, "end_step")
+    assert (step.buckets[0].meeting, step.buckets[0].done) == ((4.0, 6.0), 8.0)
 
 
 @pytest.mark.parametrize(("second_tells", "done"), [(True, 6.5), (False, 8)])

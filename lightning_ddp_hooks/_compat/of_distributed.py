@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -108,6 +109,16 @@ def collectives_begun(group: ProcessGroup) -> int:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except (RuntimeError, AttributeError):
         return 0
+
+
+def flight_record() -> dict[str, Any]:
+    """Return what torch's flight recorder holds; gloo's collectives are "scheduled" in it even when they are done."""
+    try:
+        from torch._C._distributed_c10d import _dump_fr_trace_json
+
+        return dict(json.loads(_dump_fr_trace_json(True, False)))
+    except (ImportError, RuntimeError, TypeError, ValueError):
+        return {}
 
 
 @contextmanager

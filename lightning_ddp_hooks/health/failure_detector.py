@@ -17,12 +17,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health import report as reports
 from lightning_ddp_hooks.health.heartbeat import HeartbeatThread, Progress, State
+from lightning_ddp_hooks.health.stacks import files_text, line_of, write_stacks
 
 # A rank that sends no heartbeat for so many periods is gone, once it is known that something is wrong.
 _MISSED = 4
@@ -40,6 +41,8 @@ class FailureDetector:
         timeout: Seconds of silence after which a rank is lost, if this one makes no progress meanwhile; also how long
             this rank's main thread has to come back once another rank has said that it failed.
         exit_process: Ends the process if the main thread does not come back.
+        stall_timeout: Seconds that a rank may go without progress while others wait for its gradients; by default
+            as ``timeout``.
         patient: Whether a rank may be silent ten times as long; can be changed at any time.
         likely_cause: Returns why ranks may be at different places though none has failed.
     """
@@ -54,6 +57,7 @@ class FailureDetector:
         timeout: float,
         store_host: str,
         exit_process: Callable[[int], object] = os._exit,
+        stall_timeout: float | None = None,
         patient: bool = False,
         likely_cause: Callable[[], str] = lambda: reports.LIKELY_CAUSE,
     ) -> None:
@@ -62,6 +66,8 @@ class FailureDetector:
         self._world_size = world_size
         self._progress = progress
         self._timeout = timeout
+        self._stall_timeout = stall_timeout or timeout
+        self._main_thread = threading.get_ident()
         self._period = min(1.0, timeout / 6)
         self._brief = _MISSED * self._period
         self._store_host = store_host
@@ -69,7 +75,7 @@ class FailureDetector:
         self._likely_cause = likely_cause
         self._over = threading.Event()
         self._fault: str | None = None
-        self._heartbeats = HeartbeatThread(store, rank, world_size, progress, self._period)
+        self._heartbeats = HeartbeatThread(store, rank, world_size, progress, self._period, self._main_thread)
         self._thread = threading.Thread(target=self._run, name="ldh-failure-detector", daemon=True)
         self._heartbeats.start()
         self._thread.start()
@@ -113,7 +119,12 @@ class FailureDetector:
             while fault is None and not self._found_fault(self._brief) and time.monotonic() < deadline:
                 self._heartbeats.reads_peers = True
                 time.sleep(self._period / 4)
-            fault = fault or self._report(self._brief)
+            if fault is None:
+                hangs = not self._found_fault(self._brief)
+                fault = self._report(self._brief) + (f"\n{files_text()}" if hangs else "")
+                write_stacks(self._rank, f"{fault}\n\n{_text_of(error)}")
+                if hangs:
+                    self._gather_stacks()
             self._heartbeats.send_last(State.GAVE_UP, fault.partition("\n")[0], self._timeout)
         if self._rank == 0:  # the store may end with this process: first let the others learn of it
             beats, brief = self._heartbeats, self._brief
@@ -134,11 +145,14 @@ class FailureDetector:
 
     def _run(self) -> None:
         progress, moved_at = self._progress(), time.monotonic()
+        first_step: int | None = None
         while not self._over.wait(self._period):
             now, before = time.monotonic(), progress
             progress = self._progress()
             if progress != before:
                 moved_at = now
+            if progress.buckets and first_step is None:
+                first_step = progress.step
             idle_s = now - moved_at
             self._heartbeats.reads_peers = idle_s >= 2 * self._period
             # One that is silent may be busy with a call that lets no other thread run; one that failed is not.
@@ -151,10 +165,27 @@ class FailureDetector:
                 and not found
                 and reports.deadlocked(progress, self._heartbeats.peers(), self._world_size, self._timeout / 2)
             )
-            if found or are_deadlocked or alarmed:
-                self._fault = self._report(silent_s, are_deadlocked=are_deadlocked)
-                self._end(self._fault, self._brief if found or are_deadlocked else self._timeout)
+            # A first step may take long: code is compiled, kernels are chosen, caches are filled.
+            limit = self._stall_timeout * (_PATIENCE if self.patient or progress.step == first_step else 1)
+            stalled = self._stalled(progress, limit) if idle_s >= limit and not (found or are_deadlocked) else []
+            hang = are_deadlocked or bool(stalled)
+            if found or hang or alarmed:
+                self._fault = self._report(silent_s, are_deadlocked=are_deadlocked, stalled=stalled)
+                if hang:
+                    self._fault += f"\n{files_text()}"
+                    self._gather_stacks()
+                self._end(self._fault, self._brief if found or hang else self._timeout)
                 return
+
+    def _stalled(self, progress: Progress, limit: float) -> list[int]:
+        # The others have been watched for less long than this rank has been idle.
+        return reports.stalled_ranks(progress, self._heartbeats.peers(), self._world_size, limit - self._timeout / 2)
+
+    def _gather_stacks(self) -> None:
+        """Have all ranks write their stacks, and wait a little until they have."""
+        beats = self._heartbeats
+        beats.ask_for_stacks()
+        beats.wait_until(lambda: beats.stacks_written >= self._world_size, self._brief)
 
     def _found_fault(self, silent_s: float) -> bool:
         peers = self._heartbeats.peers()
@@ -168,7 +199,7 @@ class FailureDetector:
             return False
         return heartbeats.broken is not None or time.monotonic() - heartbeats.answered_at >= silent_s + self._period
 
-    def _report(self, silent_s: float, *, are_deadlocked: bool = False) -> str:
+    def _report(self, silent_s: float, *, are_deadlocked: bool = False, stalled: Sequence[int] = ()) -> str:
         return reports.failure_report(
             self._rank,
             self._progress(),
@@ -176,6 +207,8 @@ class FailureDetector:
             silent_s=silent_s,
             store_host=self._store_host if self._store_lost(silent_s) else None,
             are_deadlocked=are_deadlocked,
+            stalled=stalled,
+            line=line_of(self._main_thread),
             likely_cause=self._likely_cause(),
         )
 

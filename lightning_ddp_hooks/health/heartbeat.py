@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.health.stacks import line_of, stacks_text, write_stacks
 
 # Of a traceback the end tells most; a store is no place for megabytes.
 MAX_TEXT = 6000
@@ -89,6 +90,12 @@ class Heartbeat:
     progress: Progress
     state: State = State.RUNNING
     text: str = ""
+    line: str = ""  # of the user's code, while the rank makes no progress
+
+    def place(self) -> str:
+        """Describe in words where the rank is."""
+        known = not self.line or " called by " in self.progress.waits_for
+        return self.progress.text() if known else f"{self.progress.text()}, in {self.line}"
 
     def encode(self) -> str:
         """Return the heartbeat in JSON: what comes from another process is not unpickled."""
@@ -98,7 +105,8 @@ class Heartbeat:
     def decode(cls, data: str | bytes) -> Heartbeat:
         """Undo `encode`."""
         fields = json.loads(data)
-        return cls(int(fields["beat"]), Progress(**fields["progress"]), State(fields["state"]), str(fields["text"]))
+        return cls(int(fields["beat"]), Progress(**fields["progress"]), State(fields["state"]), str(fields["text"]),
+                   str(fields.get("line", "")))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,13 @@ class HeartbeatThread(threading.Thread):
     """
 
     def __init__(
-        self, store: comm.Store, rank: int, world_size: int, progress: Callable[[], Progress], period: float
+        self,
+        store: comm.Store,
+        rank: int,
+        world_size: int,
+        progress: Callable[[], Progress],
+        period: float,
+        thread: int | None = None,
     ) -> None:
         super().__init__(name="ldh-heartbeat", daemon=True)
         self._store = store
@@ -132,6 +146,10 @@ class HeartbeatThread(threading.Thread):
         self._last_is_sent = threading.Event()
         self._wake = threading.Event()
         self._ends = False
+        self._thread = thread  # the one that trains
+        self._told = Progress(-1)
+        self._asks_for_stacks = self._wrote_stacks = False
+        self.stacks_written = 0  # by ranks, known once this one has asked
         # The last heartbeat of each rank, when it was new, and when the rank had last made progress.
         self._peers: dict[int, tuple[Heartbeat, float, float]] = {}
         self.reads_peers = False  # whether the others' heartbeats are read
@@ -154,6 +172,11 @@ class HeartbeatThread(threading.Thread):
             self._last = (state, text)
         self._wake.set()
         self._last_is_sent.wait(timeout if self.is_alive() else 0)
+
+    def ask_for_stacks(self) -> None:
+        """Have all ranks that make no progress write their stacks into a file, this one too."""
+        self._asks_for_stacks = True
+        self._wake.set()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
         """Exchange heartbeats in quick succession until a condition holds, for at most ``timeout`` seconds."""
@@ -184,6 +207,8 @@ class HeartbeatThread(threading.Thread):
 
     def _exchange(self) -> None:
         self._write()
+        if self._wrote_stacks:
+            self.stacks_written = self._store.add("stacks written", 0)
         alarms = self._store.add("alarms", 0)
         if alarms > self.alarms:
             self._read()
@@ -200,13 +225,26 @@ class HeartbeatThread(threading.Thread):
         self.answered_at = time.monotonic()
 
     def _write(self) -> None:
-        last = self._last
+        last, progress = self._last, self._progress()
         self._beat += 1
-        heartbeat = Heartbeat(self._beat, self._progress(), *(last or (State.RUNNING, "")))
+        state, text = last or (State.RUNNING, "")
+        stands, self._told = progress == self._told, progress
+        line = line_of(self._thread) if stands and self._thread is not None else ""
+        heartbeat = Heartbeat(self._beat, progress, state, text, line)
+        if stands or last is not None:
+            self._write_stacks(heartbeat.place())
         self._store.set(f"note/{self._rank}", heartbeat.encode())
         if last is not None and not self._last_is_sent.is_set():
             self._store.add("finished" if last[0] is State.FINISHED else "alarms", 1)
             self._last_is_sent.set()
+
+    def _write_stacks(self, place: str) -> None:
+        """Write this rank's stacks, once, if any rank asks for that."""
+        if self._wrote_stacks or self._thread is None or not self._store.add("stacks", int(self._asks_for_stacks)):
+            return
+        self._wrote_stacks, self._asks_for_stacks = True, False
+        write_stacks(self._rank, stacks_text(self._rank, self._thread, place))
+        self._store.add("stacks written", 1)
 
     def _read(self) -> None:
         keys = [f"note/{other}" for other in self._others]

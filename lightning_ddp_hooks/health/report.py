@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from lightning_ddp_hooks.health.heartbeat import PeerStatus, Progress, State
+from lightning_ddp_hooks.health.heartbeat import Heartbeat, PeerStatus, Progress, State
 
 LIKELY_CAUSE = "A likely cause: dataloaders of different lengths on the ranks."
 """Of ranks that are at different places though none has failed, if nothing more is known."""
@@ -47,8 +47,28 @@ def deadlocked(progress: Progress, peers: Mapping[int, PeerStatus], world_size: 
     return len(peers) == world_size - 1 and "" not in waits and len(waits) > 1
 
 
+def stalled_ranks(progress: Progress, peers: Mapping[int, PeerStatus], world_size: int, idle_s: float) -> list[int]:
+    """Return the ranks that have done something else for ``idle_s`` seconds while all others wait for their gradients.
+
+    None are returned if this one does not wait for gradients, or another rank waits for something else, which may be
+    that rank's doing, or if a rank may be anywhere.
+    """
+    found = []
+    for rank, peer in peers.items():
+        wait = _wait(peer.heartbeat.progress)
+        if wait == _GRADIENTS:
+            continue
+        if wait or peer.heartbeat.state is not State.RUNNING or peer.idle_s < idle_s or peer.silent_s >= idle_s / 2:
+            return []
+        found.append(rank)
+    return found if len(peers) == world_size - 1 and _wait(progress) == _GRADIENTS else []
+
+
+_GRADIENTS = "gradients"
+
+
 def _wait(progress: Progress) -> str:
-    return "gradients" if progress.buckets and progress.waits_for else progress.waits_for
+    return _GRADIENTS if progress.buckets and progress.waits_for else progress.waits_for
 
 
 def failure_report(
@@ -59,14 +79,17 @@ def failure_report(
     silent_s: float,
     store_host: str | None = None,
     are_deadlocked: bool = False,
+    stalled: Sequence[int] = (),
+    line: str = "",
     likely_cause: str = LIKELY_CAUSE,
 ) -> str:
     """Return several lines that say which rank brought this one down, and where both were.
 
-    ``store_host`` is given if it cannot be reached; ``likely_cause`` is added if no rank is known to have failed.
+    ``store_host`` is given if it cannot be reached; ``likely_cause`` is added if no rank is known to have failed, and
+    ``line`` is where this one's code is.
     """
     failed = failed_ranks(peers)
-    places = {other: peer.heartbeat.progress.text() for other, peer in sorted(peers.items())}
+    places = {other: peer.heartbeat.place() for other, peer in sorted(peers.items())}
     lines = [f"Rank {other} failed at {places[other]}." for other in failed]
     lines += [
         f"Rank {other} died or was stopped: no sign of life for {peers[other].silent_s:.0f} s; it was last seen at "
@@ -75,6 +98,11 @@ def failure_report(
     ]
     if store_host is not None:
         lines.append(f"Rank 0 (store host, {store_host}) is unreachable: it died, was stopped, or its host is gone.")
+    lines += [
+        f"Rank {other} has made no progress for {peers[other].idle_s:.0f} s, while others wait for its gradients: it is "
+        f"at {places[other]}. If it has work of its own that takes so long, set `stall_timeout`."
+        for other in stalled
+    ]
     lines = lines or resignations(peers)
     nobody_failed = not lines
     if nobody_failed and are_deadlocked:
@@ -83,7 +111,7 @@ def failure_report(
     elif nobody_failed:
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")
         lines += [f"Rank {other} ({peers[other].heartbeat.state.value}): {place}." for other, place in places.items()]
-    lines.append(f"Rank {rank}, this one, was at {progress.text()}.")
+    lines.append(f"Rank {rank}, this one, was at {Heartbeat(0, progress, line=line).place()}.")
     if nobody_failed and likely_cause:
         lines.append(likely_cause)
     for other in failed:

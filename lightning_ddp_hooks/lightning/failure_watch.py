@@ -6,7 +6,8 @@
     stop             teardown                                 exit of the process: Fabric has no end of training
 
 [Note: work of the user's own] A loop may do on rank 0 alone what takes minutes, while other ranks are done and gone. So
-only a rank that is in a backward or a step waits for the others; any other is on its way somewhere, and is let be.
+only a rank that is in a backward, a step or a collective waits for the others; any other is on its way somewhere, and is
+let be.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
 from lightning_ddp_hooks.health.heartbeat import Progress, blocking_collective
 from lightning_ddp_hooks.health.report import LIKELY_CAUSE, attach_report
@@ -76,13 +78,18 @@ class TrainerWatch:
         self._detector: FailureDetector | None = None
 
     def start(
-        self, timeout: float, progress: Callable[[], tuple[Progress, str]], inputs: Inputs, launcher: Callable[[], Any]
+        self,
+        settings: Settings,
+        progress: Callable[[], tuple[Progress, str]],
+        inputs: Inputs,
+        launcher: Callable[[], Any],
     ) -> None:
         """Start to watch over the other ranks; on all ranks, as soon as they have met.
 
         ``progress`` returns how far this rank has come, and what it is known to wait for, in words.
         """
-        if comm.world_size() == 1:
+        timeout = settings.failure_timeout
+        if comm.world_size() == 1 or timeout is None:
             return
         thread = threading.get_ident()  # the one that trains
 
@@ -95,7 +102,11 @@ class TrainerWatch:
 
         name, world = f"run-{next(_runs)}", comm.resolve_group(None)  # all ranks begin the same runs
         cause = f"{LIKELY_CAUSE} The callback `UnevenInputs` handles them."
-        options = {"patient": True, "likely_cause": lambda: "" if inputs.uneven else cause}
+        options = {
+            "patient": True,
+            "stall_timeout": settings.stall_timeout,
+            "likely_cause": lambda: "" if inputs.uneven else cause,
+        }
         self._detector = start_detector(name, world, timeout, where, launcher, **options)
 
     def set_up(self) -> None:
@@ -167,12 +178,14 @@ def watch_process(
     """
     global _current
     stop_watching_process()
-    ticks = itertools.count()
+    ticks, thread = itertools.count(), threading.get_ident()
 
     def moving_or_waiting() -> Progress:
         place, waits = where()
-        # Without groups there is nobody to wait for.
-        return place if waits and comm.is_initialized() else replace(place, synced_backwards=next(ticks))
+        there = comm.is_initialized()  # otherwise there is nobody to wait for
+        if there and (waits_for := blocking_collective(thread)):  # maybe one of the user's own
+            return Progress(place.step, place.synced_backwards, waits_for=waits_for)
+        return place if waits and there else replace(place, synced_backwards=next(ticks))
 
     detector = start_detector(comm.group_name(group), group, timeout, moving_or_waiting, launcher)
     _current = None if detector is None else ProcessWatch(detector)

@@ -87,6 +87,9 @@ class DDPHooksStrategy(DDPStrategy):
         failure_timeout: seconds, or None for no failure reports. When a rank fails, dies, or is silent for so long
             while others wait for it, they end with an error that names it, its own error if it could still tell, and
             where they stood; a process that is stuck in a collective of gloo exits.
+        stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all end
+            and tell the line of its code; by default as ``failure_timeout``. Set it where some rank alone has work that
+            takes longer.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.
@@ -138,6 +141,7 @@ class DDPHooksStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = comm.DEFAULT_TIMEOUT,
         failure_timeout: float | None = 30.0,
+        stall_timeout: float | None = None,
         check_replicas_every_n_steps: int | None = None,
         detect_nonfinite: bool = False,
         check_logged_values: bool = False,
@@ -245,7 +249,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._resume.fit_begins(self.lightning_module and self.lightning_module.trainer)
         self._failed = self._state.agreed = False
         if self.settings.failure_timeout is not None:
-            self._watch.start(self.settings.failure_timeout, self._progress, self._inputs, lambda: self.launcher)
+            self._watch.start(self.settings, self._progress, self._inputs, lambda: self.launcher)
 
     def _progress(self) -> tuple[Progress, str]:
         place = Progress(0) if self._run is None else self._run.progress()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 
 from lightning_ddp_hooks.monitor import timeline
+from lightning_ddp_hooks.monitor.skew import RankStep, Split, split
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 
 
@@ -51,11 +52,6 @@ def _mean_error(steps: Sequence[StepTiming]) -> float | None:
     return sum(error * nbytes for error, nbytes in compared) / total if total else None
 
 
-def rank_row(rank: int, steps: Sequence[StepTiming], world_size: int) -> dict[str, float | None]:
-    """Return one rank's figures in a form that travels between ranks; only its number if it has no steps."""
-    return {"rank": rank, **(asdict(Summary.of(steps, world_size)) if steps else {"steps": 0})}
-
-
 @dataclass
 class RunRecord:
     """A run as the report tells it, by the rank that keeps it."""
@@ -67,19 +63,31 @@ class RunRecord:
     has_hook: bool = False
     bucket_cap_bytes: int = 0
     count: int = 0  # of all steps that were recorded
-    parameter_bytes: Mapping[str, int] = field(default_factory=dict)  # size of each parameter's gradient
     outside_bytes: Mapping[str, int] = field(default_factory=dict)  # sent between steps, by purpose
-    ranks: Sequence[Mapping[str, float | None]] = ()  # `rank_row` of each; empty if they could not be asked
+    hosts: Sequence[str] = ()  # of each rank
+    sees_ends: bool = True  # whether the end of a collective is known, and not only that of the wait for it
     note: str | None = None  # what a reader has to know, such as that the run has failed
     steps: deque[StepTiming] = field(init=False)
+    compared: deque[list[RankStep]] = field(init=False)  # steps of all ranks, as far as they have come
 
     def __post_init__(self) -> None:
         self.steps = deque(maxlen=self.keep_steps)
+        self.compared = deque(maxlen=self.keep_steps)
 
     def add(self, steps: Sequence[StepTiming]) -> None:
         """Add steps in order."""
         self.steps.extend(steps)
         self.count += len(steps)
+
+    def split(self, last: int | None = None) -> Split | None:
+        """Divide the waiting in the last steps that are known of all ranks, by default all; None if there are none.
+
+        The longest of them does not count: one hiccup says nothing about a rank.
+        """
+        steps = list(self.compared)[-(last or 0) :]
+        longest = max(steps, key=lambda rows: rows[0].duration, default=None)
+        steps = [rows for rows in steps if rows is not longest or len(steps) == 1]
+        return split(steps) if steps and self.world_size > 1 else None
 
 
 def step_metrics(steps: Sequence[StepTiming], world_size: int, *, per_bucket: bool = True) -> dict[str, float]:

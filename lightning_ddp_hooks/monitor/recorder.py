@@ -32,13 +32,19 @@ class _RecordedBucket:
         self.sent = ByteTotal()
         self.ready = self.launched = ready
         self.done: Instant | None = None
+        self.posted: Instant | None = None  # its first collective, and from when on that is done
+        self.met: Instant | None = None
         self.exact: tuple[Tensor, comm.Work] | None = None
         self.error: Tensor | None = None
+
+    def note_met(self, instant: Instant) -> None:
+        self.done = self.met = instant
 
     def note_done(self, instant: Instant) -> None:
         self.done = instant
 
     def timing(self, clock: Clock) -> BucketTiming:
+        both = None if self.posted is None or self.met is None else (self.posted, self.met)
         return BucketTiming(
             index=self.index,
             names=self.names,
@@ -48,6 +54,7 @@ class _RecordedBucket:
             launched=clock.seconds(self.launched),
             done=clock.seconds(_first_known(self.done, self.launched)),
             error=None if self.error is None else float(self.error),
+            meeting=None if both is None else (clock.seconds(both[0]), clock.seconds(both[1])),
         )
 
 
@@ -69,24 +76,31 @@ class _RecordedStep:
     other_bytes: tuple[tuple[str, int], ...] = ()
     local_bytes: int = 0
     left_out: bool = False
+    follows: bool = False  # the step before it was not left out
+    asides: list[tuple[str, Instant, Instant]] = field(default_factory=list)  # between the two
 
     def instants(self) -> list[Instant]:
         """Return its instants, each once, the last one first: it is the least likely to have passed."""
         marks = [self.finished, self.begin, self.backward_begin, self.backward_end, self.latest_begin, self.latest_end]
         marks += [mark for interval in (*self.waits, *self.hook_work) for mark in interval]
-        marks += [mark for bucket in self.buckets for mark in (bucket.ready, bucket.launched, bucket.done)]
+        marks += [mark for _, *interval in self.asides for mark in interval]
+        marks += [m for b in self.buckets for m in (b.ready, b.launched, b.posted, b.met, b.done)]
         return list({id(mark): mark for mark in marks if mark is not None}.values())
 
-    def timing(self, clock: Clock) -> StepTiming:
-        """Return its times; all instants must have passed."""
+    def timing(self, clock: Clock, finished_before: float | None) -> StepTiming:
+        """Return its times; all instants must have passed. Known may be when the step before it had finished."""
 
         def intervals(marks: list[tuple[Instant, Instant]]) -> tuple[Interval, ...]:
             return tuple((clock.seconds(begin), clock.seconds(end)) for begin, end in marks)
 
-        waits = intervals(self.waits)
+        waits, begin = intervals(self.waits), clock.seconds(self.begin)
+        asides = dict.fromkeys(("validation", "save"), 0.0)
+        for name, start, end in self.asides:
+            asides[name] += clock.seconds(end) - clock.seconds(start)
+        data = 0.0 if finished_before is None else max(0.0, begin - finished_before - sum(asides.values()))
         return StepTiming(
             step=self.number,
-            begin=clock.seconds(self.begin),
+            begin=begin,
             backward_begin=clock.seconds(_first_known(self.backward_begin, self.latest_begin, self.begin)),
             backward_end=clock.seconds(_first_known(self.backward_end, self.latest_end, self.begin)),
             finished=clock.seconds(_first_known(self.finished, self.begin)),
@@ -96,6 +110,7 @@ class _RecordedStep:
             other_bytes=self.other_bytes,
             local_bytes=self.local_bytes,
             hook_work=intervals(self.hook_work),
+            between=(data, asides["validation"], asides["save"]),
         )
 
 
@@ -148,14 +163,31 @@ class Recorder:
         self._has_waited = False
         self._hook_resumed: Instant | None = None
         self._counted_before: ByteTotal | None = None
-        self.parameter_bytes: dict[str, int] = {}  # of each parameter that was in a bucket
+        self._follows = False  # the last step was recorded to its end
+        self._finished: float | None = None  # when the last one that was returned had finished
+        self._aside: tuple[str, Instant] | None = None
+        self._asides: list[tuple[str, Instant, Instant]] = []
         self.outside_bytes: Counter[str] = Counter()  # sent between steps, by purpose
 
     def begin_step(self, number: int) -> None:
         """Begin a step; one that is open is given up."""
         self.outside_bytes.update(self._counter.take())
         measures_error = self._error is not None and number % self._error.every_n_steps == 0
-        self._step = _RecordedStep(number, self._clock.stamp(), measures_error)
+        self.end_aside()
+        self._step = _RecordedStep(number, self._clock.stamp(), measures_error, follows=self._follows)
+        self._step.asides, self._asides, self._follows = self._asides, [], False
+
+    def begin_aside(self, name: str) -> None:
+        """Note that a "validation" or a "save" begins between two steps."""
+        self.end_aside()
+        if self._step is None:
+            self._aside = name, self._clock.stamp()
+
+    def end_aside(self) -> None:
+        """Note that it has ended, if there was one."""
+        if self._aside is not None:
+            self._asides.append((*self._aside, self._clock.stamp()))
+        self._aside = None
 
     @property
     def in_step(self) -> bool:
@@ -187,6 +219,7 @@ class Recorder:
             step.finished = self._clock.stamp()
             step.other_bytes = tuple(self._counter.take().items())
             step.local_bytes = 0 if step.buckets else local_bytes
+            self._follows = True
             self._unresolved.append(step)
         return self._resolve()
 
@@ -201,7 +234,8 @@ class Recorder:
         # All marks of a step are in order before its last one, except those of collectives nobody waited for.
         while self._unresolved and all(self._clock.known(i) for i in self._unresolved[0].instants()):
             step = self._unresolved.popleft()
-            steps.append(step.timing(self._clock))
+            steps.append(step.timing(self._clock, self._finished if step.follows else None))
+            self._finished = steps[-1].finished
             self._clock.recycle(step.instants(), base=step.begin)
         return steps
 
@@ -216,12 +250,8 @@ class Recorder:
 
     def bucket_full(self, bucket: Any, scale: float) -> None:
         """Note when the gradients are complete."""
-        if self._step is None:
-            return
-        self._in_flight[bucket.index()] = _RecordedBucket(bucket, scale, self._clock.stamp())
-        if any(name not in self.parameter_bytes for name in bucket.names):
-            sizes = (param.nbytes for param in bucket.parameters())
-            self.parameter_bytes.update(zip(bucket.names, sizes, strict=True))
+        if self._step is not None:
+            self._in_flight[bucket.index()] = _RecordedBucket(bucket, scale, self._clock.stamp())
 
     def launch_begins(self, index: int) -> None:
         """Count for the bucket what is sent from now on; keep its gradients, if they are to be compared."""
@@ -243,6 +273,8 @@ class Recorder:
         self._restore_counting()
         if not self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
+        if pending.collective is not None:
+            bucket.posted = bucket.launched
         if pending.finished:
             bucket.done = self._clock.stamp()
             return
@@ -250,7 +282,10 @@ class Recorder:
         def on_collective(work: object) -> None:
             self._note_hook_work(bucket.done)
             bucket.done = None
-            self._clock.when_done(work, bucket.note_done)
+            first = bucket.met is None
+            if bucket.posted is None:
+                bucket.posted = self._clock.stamp()
+            self._clock.when_done(work, bucket.note_met if first else bucket.note_done)
 
         def on_finished() -> None:
             self._note_hook_work(bucket.done)

@@ -10,12 +10,19 @@ from statistics import mean, median
 from lightning_ddp_hooks.monitor import report_charts as charts
 from lightning_ddp_hooks.monitor import report_text
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
-from lightning_ddp_hooks.monitor.report_charts import BUCKET_COLORS
 from lightning_ddp_hooks.monitor.report_style import STYLE
 from lightning_ddp_hooks.monitor.report_text import bytes_text, seconds_text, share_text
-from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming, median_step, typical_steps, typical_waiting
+from lightning_ddp_hooks.monitor.skew import PHASES
+from lightning_ddp_hooks.monitor.timeline import (
+    BucketTiming,
+    StepTiming,
+    median_step,
+    phases,
+    typical_steps,
+    typical_waiting,
+)
 
-_BUCKETS_LISTED, _PARAMETERS_LISTED = 40, 8
+_BUCKETS_LISTED = 40
 
 
 def build_report(record: RunRecord) -> str:
@@ -30,23 +37,16 @@ def build_report(record: RunRecord) -> str:
     steps = list(record.steps)
     summary = Summary.of(steps, record.world_size)
     step = median_step(steps)
-    said = report_text.advice(
-        steps, summary, record.world_size, has_hook=record.has_hook, bucket_cap_bytes=record.bucket_cap_bytes
-    )
     parts = [
         head,
-        f'<p class="verdict">{escape(report_text.headline(steps, summary, record.world_size))}</p>',
-        f'<p class="advice">{_with_code(said)}</p>',
+        f'<p class="verdict">{_with_code(report_text.headline(record, summary))}</p>',
+        f'<p class="advice">{_with_code(report_text.advice(record, summary))}</p>',
+        _division(record, step),
         _cards(summary),
         _typical_step(step, has_hook=record.has_hook),
-        _section("Waiting, step by step", "How long each step waited for communication.",
-                 charts.waiting_chart(steps, summary.exposed)),
         _buckets(steps, step),
-        _parameters(record, step),
         _other_traffic(record, steps),
-        _ranks(record),
-        _legend(),
-    ]  # fmt: skip
+    ]
     return _page("".join(parts))
 
 
@@ -89,15 +89,35 @@ def _cards(summary: Summary) -> str:
     return f'<div class="cards">{inside}</div>'
 
 
+def _division(record: RunRecord, step: StepTiming) -> str:
+    """Show how steps divide: of each rank in the mean, or where they were not compared in the typical step."""
+    found = record.split()
+    if found is None:
+        parts = phases(step)
+        own = {**dict(zip(PHASES, step.between, strict=False)), "forward": parts.forward, "backward": parts.backward,
+               "hook": parts.hook, "wait": parts.wait, "optimizer": parts.rest}  # fmt: skip
+        return _section(
+            "What a step takes", f"Step {step.step} of rank {record.rank}.", charts.budget_chart([("", own)])
+        )
+    rows = []
+    for rank, (own, skew, transfer) in enumerate(zip(found.own, found.skew, found.transfer, strict=True)):
+        *before, after = zip(PHASES, own, strict=True)
+        rows.append((f"rank {rank}", dict([*before, ("skew", skew), ("transfer", transfer), after])))
+    note = (
+        f"Means over {found.steps:,} steps. A rank waits for others until the last one sends its part of a bucket, and "
+        "for the transfer from then on."
+    )
+    return _section("What the ranks' steps take", note, charts.budget_chart(rows))
+
+
 def _typical_step(step: StepTiming, *, has_hook: bool) -> str:
     colors = [
         ("hook", "the hook computes, launches" if has_hook else "launching"),
         ("hidden", "in flight, hidden"),
         ("exposed", "in flight after the backward"),
     ]
-    above, below = charts.timeline_chart(step, has_hook=has_hook), charts.budget_chart(step, has_hook=has_hook)
     note = f"Step {step.step}, which is nearest to the medians, on the rank that wrote this report."
-    return _section("A typical step", note, above + charts.key(colors) + below)
+    return _section("A typical step", note, charts.timeline_chart(step, has_hook=has_hook) + charts.key(colors))
 
 
 def _bars(*bars: tuple[float, str]) -> str:
@@ -126,7 +146,7 @@ def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
         exposed = waiting.buckets[position]
         errors = [b.error for b in mine if b.error is not None]
         rows.append([
-            f'<span class="dot b{bucket.index % BUCKET_COLORS}"></span>{bucket.index}',
+            str(bucket.index),
             f'<span title="{escape(", ".join(bucket.names))}">{escape(_contents(bucket))}</span>',
             _bars((bucket.grad_bytes / largest, "faint"), (sent / largest, "sent")),
             bytes_text(bucket.grad_bytes), bytes_text(sent),
@@ -153,28 +173,6 @@ def _contents(bucket: BucketTiming) -> str:
     return first if len(bucket.names) == 1 else f"{first} \N{HORIZONTAL ELLIPSIS} {last} ({len(bucket.names)})"
 
 
-def _parameters(record: RunRecord, step: StepTiming) -> str:
-    bucket_of = {name: bucket for bucket in step.buckets for name in bucket.names}
-    sizes = {name: n for name, n in record.parameter_bytes.items() if name in bucket_of}
-    total = sum(sizes.values())
-    if not total:
-        return ""
-    first = sorted(sizes, key=lambda name: (-sizes[name], name))[:_PARAMETERS_LISTED]
-    rows = []
-    for name in first:
-        bucket = bucket_of[name]
-        # What is sent for a bucket is divided by size: a hook sees the bucket, not the parameter.
-        sent = sizes[name] * bucket.sent_bytes / (bucket.grad_bytes or 1)
-        bars = _bars((sizes[name] / sizes[first[0]], f"b{bucket.index % BUCKET_COLORS}"))
-        share = share_text(sizes[name] / total)
-        code = f"<code>{escape(name)}</code>"
-        rows.append([code, bars, bytes_text(sizes[name]), share, bytes_text(sent), str(bucket.index)])
-    chart = charts.parameters_chart(sizes, {name: bucket.index for name, bucket in bucket_of.items()})
-    table = _table(["largest parameters", "", "gradient", "of all", "sent", "bucket"], rows)
-    note = f"{bytes_text(total)} of gradients in {len(sizes):,} parameters; a color is a bucket."
-    return _section("Bytes by parameter", note, chart + table)
-
-
 def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
     purposes = Counter({"gradients": sum(b.sent_bytes for step in steps for b in step.buckets)})
     for step in steps:
@@ -190,40 +188,3 @@ def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
     table = _table(["purpose", "", "per step", "of all"], rows)
     more = f'<p class="sub">Between steps, over the whole run: {bytes_text(between)}.</p>' if between else ""
     return _section("What the bytes were for", "Sent by this rank, in the mean over all steps.", table + more)
-
-
-def _ranks(record: RunRecord) -> str:
-    ranks = [{name: float(figure or 0.0) for name, figure in row.items()} for row in record.ranks if row.get("steps")]
-    if len(ranks) < 2:
-        return ""
-    worst = max(row["exposed"] for row in ranks)
-    rows = [
-        [
-            f"{row['rank']:.0f}", seconds_text(row["duration"]), _bars((row["exposed"] / (worst or 1.0), "exposed")),
-            seconds_text(row["exposed"]), seconds_text(row["communication"]), share_text(row["overlap"]),
-            bytes_text(row["sent_bytes"]),
-        ]
-        for row in ranks
-    ]  # fmt: skip
-    note = (
-        f"Waited for communication: mean {seconds_text(mean(row['exposed'] for row in ranks))}, at most "
-        f"{seconds_text(worst)}. A rank that waits less than the others is the one that they wait for."
-    )
-    head = ["rank", "step", "", "waited", "communication", "overlap", "sent per step"]
-    return _section("Ranks", note, _table(head, rows))
-
-
-def _legend() -> str:
-    terms = [
-        ("in flight", "From the moment a bucket is handed over until it is reduced; early ranks wait for late ones."),
-        ("waited for (exposed)", "Time in which the backward had nothing left to compute, but to wait for the last "
-                                 "results; what a hook computes in it is listed by itself."),
-        ("hook", "Time in which the backward stands still for a hook that computes what to send, and for starting to "
-                 "send it; and what the hook computes after the backward."),
-        ("overlap", "The part of the communication that the step did not wait for."),
-        ("sent", "Payload that this rank sends to others, by the formula of each collective; headers come on top."),
-        ("effective compression", "What a ring all-reduce of all gradients in their own dtype would send, divided by "
-                                  "what was sent, for whatever purpose."),
-    ]  # fmt: skip
-    inside = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms)
-    return f'<section class="legend"><h2>Terms</h2><dl>{inside}</dl></section>'

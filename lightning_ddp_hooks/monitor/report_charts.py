@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from lightning_ddp_hooks.monitor.report_text import bytes_text, seconds_text, share_text
-from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, phases, union
+from lightning_ddp_hooks.monitor.report_text import bytes_text, seconds_text
+from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, union
 
-BUCKET_COLORS = 6
 _LANES_LABELLED = 12
-_LABELLED_ROW = 0.07  # part of the height that a line of text takes
+_SHOWN_SHARE = 0.001  # parts of a step below it are not explained
 
 
 def nice_ticks(extent: float, at_most: int = 8) -> list[float]:
@@ -55,7 +54,7 @@ def timeline_chart(step: StepTiming, *, has_hook: bool = False) -> str:
     segments = [
         ("forward", "forward", step.begin, step.backward_begin),
         (backward, "backward", step.backward_begin, step.backward_end),
-        ("optimizer, rest", "rest", after, step.finished),
+        ("optimizer, rest", "optimizer", after, step.finished),
         *(("waits with hook" if step.hook_work else "waits", "wait", begin, end) for begin, end in step.wait_intervals),
     ]
     compute = [
@@ -94,72 +93,27 @@ def _lane(label: str, pieces: Sequence[str], height: float) -> str:
     return f'<div class="lane" style="height:{height:.1f}px">{inside}</div>'
 
 
-def budget_chart(step: StepTiming, *, has_hook: bool = False) -> str:
-    """Draw how a step's duration divides, as one bar; the hook's part is not part of the backward here."""
-    parts = phases(step)
-    pieces = [
-        ("forward", "forward", parts.forward),
-        ("backward alone", "backward", parts.backward),
-        ("hook, launching" if has_hook else "launching", "hook", parts.hook),
-        ("waiting alone" if step.hook_work else "waiting", "wait", parts.wait),
-        ("optimizer, rest", "rest", parts.rest),
-    ]
-    total = sum(max(seconds, 0.0) for _, _, seconds in pieces) or 1.0
-    drawn = [
-        _box(css, f"flex:{100 * share:.3f}", f"{name}: {seconds_text(seconds)}", share_text(share))
-        for name, css, seconds in pieces
-        for share in [max(seconds, 0.0) / total]
-    ]
-    texts = key((css, f"{name} {seconds_text(seconds)}") for name, css, seconds in pieces)
-    return f'<div class="budget">{"".join(drawn)}</div>{texts}'
+PARTS = {
+    "data": "loading, between steps", "validation": "validation", "save": "saving", "forward": "forward",
+    "backward": "backward alone", "hook": "hook, launching", "optimizer": "optimizer, rest",
+    "skew": "waits for others", "transfer": "waits for the transfer", "wait": "waits",
+}  # fmt: skip
+"""What a step divides into, by class, in words."""
 
 
-def waiting_chart(steps: Sequence[StepTiming], middle: float, columns: int = 240) -> str:
-    """Draw how long the steps waited, with the median of the typical ones.
-
-    Each has one bar, or several neighbors share one: their mean, and lightly the largest.
-    """
-    waits = sorted(step.wait for step in steps)
-    # One slow step must not press all others flat.
-    top = 1.05 * (min(waits[-1], 1.6 * waits[int(0.95 * (len(waits) - 1))]) or 1e-6)
-
-    def percent(seconds: float) -> str:
-        return f"{100 * min(seconds / top, 1.0):.2f}%"
-
-    lines = [_box("grid", f"bottom:{percent(t)}", text=seconds_text(t) if t else "0") for t in nice_ticks(top, 4)]
-    lines.append(_box("median", f"bottom:{percent(middle)}"))
-    group = max(1, math.ceil(len(steps) / columns))
-    bars = []
-    for members in (steps[i : i + group] for i in range(0, len(steps), group)):
-        mean, most = sum(step.wait for step in members) / len(members), max(step.wait for step in members)
-        first, last = members[0].step, members[-1].step
-        title = f"{f'step {first}' if first == last else f'steps {first} to {last}'}: waited {seconds_text(mean)}"
-        if group > 1:
-            title += f", at most {seconds_text(most)}"
-        inside = _box("most", f"height:{percent(most)}") + _box("exposed", f"height:{percent(mean)}")
-        bars.append(f'<div title="{escape(title)}"{" class=beyond" if most > top else ""}>{inside}</div>')
-    texts = [f"step {steps[0].step}", f"dashed: median {seconds_text(middle)}", f"step {steps[-1].step}"]
-    ends = "".join(f"<span>{text}</span>" for text in texts)
-    return f'<div class="columns">{"".join(lines)}{"".join(bars)}</div><p class="ends">{ends}</p>'
-
-
-def parameters_chart(parameter_bytes: Mapping[str, int], bucket_of: Mapping[str, int], at_most: int = 120) -> str:
-    """Draw gradients as areas: a row for each bucket, in it a box for each parameter; the smaller ones share a row."""
-    ordered = sorted((name for name, n in parameter_bytes.items() if n), key=lambda name: -parameter_bytes[name])
-    total = sum(parameter_bytes[name] for name in ordered)
-    rows: dict[int, list[str]] = {}
-    for name in ordered[:at_most]:
-        rows.setdefault(bucket_of[name], []).append(name)
-    drawn = []
-    for index, names in sorted(rows.items()):
-        height, boxes = sum(parameter_bytes[name] for name in names), ""
-        for name in names:
-            hint = f"{name}: {bytes_text(parameter_bytes[name])}, bucket {index}"
-            text = name if height >= _LABELLED_ROW * total else ""
-            boxes += _box(f"b{index % BUCKET_COLORS}", f"flex:{parameter_bytes[name]}", hint, text)
-        drawn.append(f'<div style="flex:{height}">{boxes}</div>')
-    if others := ordered[at_most:]:
-        height, text = sum(parameter_bytes[name] for name in others), f"{len(others)} smaller ones"
-        box = _box("rest", "flex:1", f"{text}: {bytes_text(height)}", text)
-        drawn.append(f'<div style="flex:{height}">{box}</div>')
-    return f'<div class="map">{"".join(drawn)}</div>' if drawn else ""
+def budget_chart(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Draw how steps divide: a row for each label, with seconds by the keys of `PARTS`."""
+    longest = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
+    drawn, seen = [], dict.fromkeys(PARTS, 0.0)
+    for label, parts in rows:
+        pieces, left = [], 0.0
+        for css, seconds in parts.items():
+            width = 100 * max(seconds, 0.0) / longest
+            title = f"{label}: {PARTS[css]} {seconds_text(seconds)}"
+            pieces.append(_box(css, f"left:{left:.3f}%;width:{width:.3f}%", title, seconds_text(seconds)))
+            left += width
+            seen[css] = max(seen[css], seconds / longest)
+        drawn.append(_lane(label, pieces, 30))
+    shown = [(css, f"{PARTS[css]} {seconds_text(rows[0][1][css])}" if len(rows) == 1 else PARTS[css])
+             for css, share in seen.items() if share >= _SHOWN_SHARE]  # fmt: skip
+    return f'<div class="timeline budget">{"".join(drawn)}</div>{key(shown)}'

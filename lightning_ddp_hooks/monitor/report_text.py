@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
-from lightning_ddp_hooks.monitor.timeline import StepTiming, Waiting, typical_phases, typical_steps, typical_waiting
+from lightning_ddp_hooks.monitor.skew import SlowRank, Split, slow_rank
+from lightning_ddp_hooks.monitor.timeline import Waiting, typical_phases, typical_steps, typical_waiting
 
 _NEGLIGIBLE = 0.01  # below this share of a step, waiting is not worth anybody's time
 _LITTLE = 0.03  # below this share, neither waiting nor a hook is worth a change
@@ -66,14 +68,79 @@ def _worst(waiting: Waiting, buckets: Sequence[int]) -> str | None:
     return None
 
 
-def headline(steps: Sequence[StepTiming], summary: Summary, world_size: int) -> str:
+_WHERE = {
+    "data": "while it loads batches", "validation": "in validation", "save": "while it saves a checkpoint",
+    "forward": "in the forward", "backward": "in the backward", "hook": "in what the hook computes",
+    "optimizer": "in the optimizer or what comes after it",
+}  # fmt: skip
+
+_UNEVEN = (
+    'if it has larger batches than the others, even them out (`gradient_weighting="samples"` keeps the mean right '
+    "where they differ)"
+)
+_MACHINE = (
+    f"{_UNEVEN}; if not, look at the machine (other work on it, throttling, a failing device) or take another one. "
+    "Model averaging lets ranks meet less often, which helps where the lateness comes and goes"
+)
+_REMEDIES = {
+    "data": f"Give it more workers (`num_workers`) or faster storage; {_UNEVEN}.",
+    "validation": "Divide the validation data evenly, or validate less often.",
+    "save": "Save less often or in the background; what only one rank saves, the others wait for.",
+}
+
+
+def slow_rank_text(slow: SlowRank, found: Split, record: RunRecord) -> str:
+    """Name the rank that holds the others up, and where it loses the time."""
+    host = f" ({record.hosts[slow.rank]})" if len(set(record.hosts)) > 1 else ""
+    of_step = f"{seconds_text(slow.held_up)} of {seconds_text(found.duration)} per step"
+    text = f"Rank {slow.rank}{host} holds the others up: they wait {of_step} for it"
+    if slow.phase is None:
+        return f"{text}; in no one phase."
+    text = f"{text}, and it loses the time {_WHERE[slow.phase]}"
+    buckets = typical_steps(list(record.steps))[0].buckets if slow.bucket is not None and record.steps else ()
+    if slow.bucket is None or slow.bucket >= len(buckets):
+        return f"{text}."
+    bucket = buckets[slow.bucket]
+    first, last = bucket.names[0], bucket.names[-1]
+    shown = f"`{first}`" if first == last else f"`{first}` to `{last}`"
+    return f"{text}, on the way to the gradients of bucket {bucket.index} ({shown})."
+
+
+def slow_rank_advice(slow: SlowRank | None) -> str:
+    """Say what helps where ranks wait for each other."""
+    nothing = "No communication hook and no bucket size changes that."
+    if slow is None:
+        return (
+            f"Now one rank is late, now another: model averaging, with which they meet less often, evens that out; "
+            f"so do batches of even size. {nothing}"
+        )
+    remedy = _REMEDIES.get(slow.phase or "", f"On rank {slow.rank}: {_MACHINE}.")
+    return f"{remedy} {nothing}"
+
+
+def _skew(found: Split | None) -> float:
+    """Return the part of a step that a rank waits for others, if that is what it mostly waits for; else 0."""
+    if found is None or not found.duration or max(found.skew) < fmean(found.transfer):
+        return 0.0
+    share = max(found.skew) / found.duration
+    return share if share >= _LITTLE else 0.0
+
+
+def headline(record: RunRecord, summary: Summary) -> str:
     """Return one sentence about the run, by its typical steps; there is at least one step."""
+    steps = list(record.steps)
     sent = bytes_text(summary.sent_bytes)
     buckets = [bucket.index for bucket in typical_steps(steps)[0].buckets]
-    if world_size == 1:
+    found = record.split()
+    if record.world_size == 1:
         return "There is one rank: nobody to communicate with."
     if not buckets:
         return f"Replicas trained on their own; bringing them together took {sent} per step, in the mean."
+    if found is not None and _skew(found):
+        if (slow := slow_rank(found)) is not None:
+            return slow_rank_text(slow, found, record)
+        of_step = f"{seconds_text(max(found.skew))} of {seconds_text(found.duration)} per step"
+        return f"Ranks wait for each other, {of_step}, more than for the network."
     of_step = f"{seconds_text(summary.exposed)} of {seconds_text(summary.duration)} per step"
     if summary.exposed_share < _NEGLIGIBLE:
         return f"Communication hides behind the backward: waiting takes {of_step}."
@@ -86,35 +153,37 @@ def headline(steps: Sequence[StepTiming], summary: Summary, world_size: int) -> 
     return f"Little of the communication hides behind the backward: waiting takes {of_step}."
 
 
-def advice(
-    steps: Sequence[StepTiming], summary: Summary, world_size: int, *, has_hook: bool = False, bucket_cap_bytes: int = 0
-) -> str:
+def advice(record: RunRecord, summary: Summary) -> str:
     """Return what there is to gain, and where to look for it; there is at least one step."""
+    steps, found, has_hook = list(record.steps), record.split(), record.has_hook
     sizes = [bucket.grad_bytes for bucket in typical_steps(steps)[0].buckets]
-    buckets = len(sizes)
-    if world_size == 1 or not buckets:
+    if record.world_size == 1 or not sizes:
         return "Gradients are not exchanged, so no communication hook or bucket size would change the step."
+    if found is None:
+        text = "Whether the network or other ranks were waited for is not known, since the ranks were not compared"
+        return f"{text}: no advice."
+    duration, transfer = found.duration or 1.0, fmean(found.transfer)
     parts = typical_phases(steps)
-    hook, wait, duration = parts.hook, parts.wait, summary.duration or 1.0
-    launching = "the hook" if has_hook else "starting communication"
-    named = {"the forward": parts.forward, "the backward": parts.backward, launching: parts.hook,
-             "waiting": parts.wait, "the optimizer and the rest": parts.rest}  # fmt: skip
-    most = max(named, key=lambda name: named[name])
-    gain = f"Communication that costs nothing would make steps at most {share_text((hook + wait) / duration)} shorter"
-    text = f"{gain}. The largest part of the step is {most} ({share_text(named[most] / duration)})."
-    if max(hook, wait) < _LITTLE * duration:
+    if _skew(found):
+        rest = f" The transfer itself takes {seconds_text(transfer)}: look at that once the ranks are even."
+        return slow_rank_advice(slow_rank(found)) + (rest if transfer >= _LITTLE * duration else "")
+    hook = parts.hook
+    gain = share_text((hook + transfer) / duration)
+    text = f"Communication that costs nothing would make steps at most {gain} shorter."
+    if max(hook, transfer) < _LITTLE * duration:
         return f"{text} There is little to gain from a hook or from other buckets here."
-    if hook > wait:
-        costs = f"takes {seconds_text(hook)} of a step, more than the {seconds_text(wait)} of pure waiting"
+    if hook > transfer:
+        costs = f"takes {seconds_text(hook)} of a step, more than the {seconds_text(transfer)} of transfer"
         # Where none has reached the limit, what keeps them apart is something else: rules, devices, dtypes.
-        larger = "larger buckets (`bucket_cap_mb`)" if buckets > 1 and max(sizes) >= bucket_cap_bytes else ""
+        can_grow = len(sizes) > 1 and max(sizes) >= record.bucket_cap_bytes
+        larger = "larger buckets (`bucket_cap_mb`)" if can_grow else ""
         if has_hook:
             others = ", ".join(filter(None, (larger, "a cheaper hook")))
             return f"{text} The hook itself {costs}: try {others} or none."
         if larger:
             return f"{text} Starting to communicate {costs}: {larger} start less often."
         return f"{text} Starting to communicate {costs}: a hook would not shorten that."
-    if buckets == 1:
+    if len(sizes) == 1:
         return f"{text} Buckets smaller than the model (`bucket_cap_mb`) let communication begin during the backward."
     waiting = typical_waiting(steps)
     less = "a hook that sends less"
@@ -125,15 +194,17 @@ def advice(
     if _waited_at_the_end(waiting):
         text += " What is waited for comes last, with no computation left to hide it: smaller buckets"
         return f"{text} (`bucket_cap_mb`) shorten that, and so does {less}."
-    return f"{text} Communication takes longer than the backward can hide: {less} would shorten that."
+    return f"{text} The transfer takes longer than the backward can hide: {less} would shorten that."
 
 
 def run_note(record: RunRecord) -> str | None:
     """Return what limits the report, or None."""
     notes = [record.note] if record.note else []
-    kept = len(record.steps)
-    if record.count > kept:
-        notes.append(f"Shown are the last {kept:,} of {record.count:,} steps.")
+    if record.count > len(record.steps):
+        notes.append(f"Shown are the last {len(record.steps):,} of {record.count:,} steps.")
+    if not record.sees_ends:
+        notes.append("Of a collective only the end of the wait for it is known here, so that the division into "
+                     "waiting for others and transfer is uncertain.")  # fmt: skip
     if any(b.error is not None for step in record.steps for b in step.buckets):
         notes.append("Steps that measure the compression error take longer: they send the exact gradients too.")
     return " ".join(notes) or None

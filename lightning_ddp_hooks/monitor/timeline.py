@@ -32,6 +32,7 @@ class BucketTiming:
     launched: float  # its first collective was on its way; from `ready` to here a hook computes what to send
     done: float  # it was reduced; with a hook of several collectives, after the last one
     error: float | None = None  # of the reduced gradients, relative to the exact mean; None unless asked for
+    meeting: Interval | None = None  # its first collective, from this rank's post on; None if as `in_flight`
 
     @property
     def in_flight(self) -> Interval:
@@ -55,6 +56,7 @@ class StepTiming:
     local_bytes: int = 0  # gradients that were not exchanged, where a model averager lets replicas train on their own
     # When, in those waits, a hook computed between its collectives and after them; known on the host's clock only.
     hook_work: tuple[Interval, ...] = ()
+    between: tuple[float, float, float] = (0.0, 0.0, 0.0)  # before the step: loading data, validation, saving
 
     @property
     def duration(self) -> float:

@@ -80,6 +80,7 @@ def test_it_takes_the_trainers_strategys_arguments_where_fabric_has_what_they_ne
         "gradient_weighting",  # neither batches nor losses pass through the strategy
         "skip_missing_loss",
         "check_logged_values",
+        "stall_timeout",  # outside of a backward a rank is let be
         "ddp_comm_hook",
         "ddp_comm_state",
         "ddp_comm_wrapper",
@@ -257,6 +258,34 @@ def run_script(text: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=100,
     )
+
+
+PARTED = """
+import torch
+from lightning.fabric import Fabric
+import lightning_ddp_hooks as ldh
+
+fabric = Fabric(strategy=ldh.FabricDDPHooksStrategy(failure_timeout=1.5), accelerator="cpu", devices=2)
+fabric.launch()
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(4):
+    if step == 2 and fabric.global_rank:
+        torch.distributed.barrier()
+    fabric.backward(model(torch.ones(2, 4)).mean())
+    optimizer.step()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.trainer
+def test_ranks_that_part_ways_end_and_say_where_they_are(tmp_path: Path) -> None:
+    done = run_script(PARTED, tmp_path)
+
+    assert done.returncode
+    assert "The ranks have parted ways" in done.stderr
+    assert "waiting for `barrier` called by <module> (script.py:" in done.stderr
+    assert {path.name for path in (tmp_path / "ddp_hooks_stacks").iterdir()} == {"rank-0.txt", "rank-1.txt"}
 
 
 SPAWN = """

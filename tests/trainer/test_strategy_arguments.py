@@ -80,6 +80,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"failure_timeout": "30"}, TypeError, "seconds or None for `failure_timeout`, got '30'"),
     ({"failure_timeout": 0}, ValueError, "positive number of seconds for `failure_timeout`, .* got 0"),
     ({"failure_timeout": 1e30}, ValueError, r"`failure_timeout`, or None for no reports, got 1e\+30"),
+    ({"stall_timeout": -1}, ValueError, "positive number of seconds for `stall_timeout`, .* got -1"),
+    ({"stall_timeout": 60, "failure_timeout": None}, ValueError, "has no effect with `failure_timeout=None`"),
     ({"failure_timeout": float("inf")}, ValueError, "`failure_timeout`, or .* got inf"),
     ({"check_replicas_every_n_steps": 1.5}, TypeError, "`check_replicas_every_n_steps`, got 1.5"),
     ({"check_replicas_every_n_steps": -1}, ValueError, "or None for `check_replicas_every_n_steps`, got -1"),

@@ -4,10 +4,13 @@ And ranks whose parameters or gradients are not what they should be.
 """
 
 import ctypes
+import inspect
 import os
 import re
 import signal
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -302,6 +305,107 @@ def test_dataloaders_of_different_lengths_are_named_as_a_likely_cause() -> None:
     endings = run_with_fault(_fit_uneven, PartedWithUnevenInputs, world_size=2)
     assert any("The ranks have parted ways" in ended.error for ended in endings)
     assert not any("different lengths" in ended.error for ended in endings)
+
+
+class Hangs(Net):
+    """From step 3 on, rank 1 does not come back."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 3 and rank():
+            note_fault()
+            self.hang()
+        return super().training_step(batch, batch_idx)
+
+    def hang(self) -> None:
+        raise NotImplementedError
+
+
+class Asleep(Hangs):
+    def hang(self) -> None:
+        time.sleep(1000)  # the line
+
+
+class Loops(Hangs):
+    def hang(self) -> None:
+        while True:  # the line
+            sum(range(100))  # the line
+
+
+class SleepsInBackward(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 3 and rank():
+            loss.register_hook(self.sleep)
+        return loss
+
+    def sleep(self, gradient: Tensor) -> None:
+        note_fault()
+        time.sleep(1000)  # the line
+
+
+class Loading(Net):
+    def train_dataloader(self) -> Any:
+        for number, batch in enumerate(super().train_dataloader()):
+            if number == 3 and rank():
+                note_fault()
+                time.sleep(1000)  # the line
+            yield batch
+
+
+class PartedWays(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 3 and rank():
+            note_fault()
+            torch.distributed.barrier()  # the line
+        return super().training_step(batch, batch_idx)
+
+
+def _hang(module_class: type[LightningModule], folder: str, settings: dict[str, Any]) -> None:
+    os.chdir(folder)
+    _fit(module_class, {**settings, "timeout": timedelta(seconds=60)}, {})
+
+
+@pytest.mark.parametrize(
+    ("module_class", "engine"),
+    [(Asleep, "native"), (Loops, "python"), (SleepsInBackward, "native"), (Loading, "native"), (PartedWays, "python")],
+)
+def test_of_ranks_that_hang_each_tells_where_all_are(
+    module_class: type[LightningModule], engine: str, tmp_path: Path
+) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    source, start = inspect.getsourcelines(module_class)
+    marked = {start + n for n, text in enumerate(source) if "# the line" in text}
+    if issubclass(module_class, Hangs):
+        assert all("# the line" in lines[number - 1] for number in marked)
+
+    endings = run_with_fault(_hang, module_class, str(tmp_path), {"reducer_backend": engine}, world_size=2)
+    assert all(ended.code and ended.seconds < 2 * SOON for ended in endings)
+    named = [f"(test_trainer_health.py:{number})" for number in marked]
+    for ended in endings:
+        assert any(name in ended.error for name in named) or "gave up" in ended.error, ended.error
+    assert any(str(tmp_path / "ddp_hooks_stacks") in ended.error for ended in endings)
+    for number in range(2):
+        text = (tmp_path / "ddp_hooks_stacks" / f"rank-{number}.txt").read_text()
+        assert "gloo:" in text or "Error" in text
+        assert "trainer_runs.py" in text or "test_trainer_health.py" in text
+    if not issubclass(module_class, PartedWays):
+        assert any("Rank 1 has made no progress" in ended.error for ended in endings)
+
+
+def test_long_work_of_one_rank_is_let_be_where_that_is_set(tmp_path: Path) -> None:
+    assert run_ranks(_fit_with_long_work, world_size=2) == [True, True]
+
+
+class Works(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 3 and rank():
+            time.sleep(3 * 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_with_long_work() -> bool:
+    _fit(Works, {"failure_timeout": 0.5, "stall_timeout": 60}, {})
+    return True
 
 
 def test_a_death_during_a_checkpoint(tmp_path: Path) -> None:

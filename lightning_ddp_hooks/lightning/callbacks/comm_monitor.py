@@ -10,13 +10,14 @@ The parts are in monitor/; here they are tied to the Trainer's hooks.
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -24,15 +25,21 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
-from lightning_ddp_hooks.monitor.record import RunRecord, rank_row, step_metrics
+from lightning_ddp_hooks.monitor.exchange import StepExchange
+from lightning_ddp_hooks.monitor.record import RunRecord, step_metrics
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.report import build_report
+from lightning_ddp_hooks.monitor.report_text import slow_rank_advice, slow_rank_text
+from lightning_ddp_hooks.monitor.skew import metrics, slow_rank
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 from lightning_ddp_hooks.monitor.trace import build_trace
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
     from lightning_ddp_hooks.reducer.reducer import Reducer
+
+_WINDOW = 20  # steps over which one rank must be slow
+_HELD_UP = 0.1  # part of a step that it must hold the others up
 
 
 class CommMonitor(Callback):
@@ -97,7 +104,9 @@ class CommMonitor(Callback):
         self._recorder: Recorder | None = None
         self._reducer: Reducer | None = None
         self._directory: Path | None = None
-        self._error_group: comm.ProcessGroup | None = None
+        self._groups: list[comm.ProcessGroup] = []
+        self._exchange: StepExchange | None = None
+        self._has_warned = False
         self._unlogged: list[StepTiming] = []
         self._steps_seen = 0
         self._local_bytes = 0
@@ -122,8 +131,7 @@ class CommMonitor(Callback):
         self._directory = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "comm_monitor"
         counter, error = ByteCounter(), None
         if self.compression_error:
-            self._error_group = comm.new_group(reducer.parent_group)
-            error = CompressionError(self._error_group, self.error_every_n_steps)
+            error = CompressionError(self._own_group(reducer), self.error_every_n_steps)
         said = declared(strategy.run.hook.declared, strategy.settings.averager, None)
         clock, has_hook = clock_for(device, queues_waits=backend != "gloo"), said["hook"] is not None
         self._recorder = Recorder(clock, counter, error, has_hook=has_hook)
@@ -145,11 +153,19 @@ class CommMonitor(Callback):
             facts={name: text for name, text in texts.items() if text is not None},
             has_hook=has_hook,
             bucket_cap_bytes=facts["bucket_cap_bytes"],
+            hosts=comm.all_gather_object(socket.gethostname(), reducer.control_group),
+            sees_ends=device.type == "cpu" or backend != "gloo",
         )
+        self._exchange = StepExchange(self._own_group(reducer, cpu=True)) if reducer.world_size > 1 else None
+        self._has_warned = False
         self._unlogged = []
         self._steps_seen = trainer.global_step
         comm.count_bytes(counter)
         self._reducer, reducer.observer = reducer, self._recorder
+
+    def _own_group(self, reducer: Reducer, *, cpu: bool = False) -> comm.ProcessGroup:
+        self._groups.append(comm.new_group(reducer.parent_group, cpu=cpu))
+        return self._groups[-1]
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -173,8 +189,19 @@ class CommMonitor(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._recorder is not None:  # in the middle of an accumulation window
-            self._recorder.leave_out_step()
+        if self._recorder is not None:
+            self._recorder.leave_out_step()  # if it is in the middle of an accumulation window
+            self._recorder.begin_aside("validation")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._recorder is not None:
+            self._recorder.end_aside()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._recorder is not None:
+            self._recorder.begin_aside("save")  # up to the next step
 
     @override
     def on_train_batch_end(
@@ -186,17 +213,41 @@ class CommMonitor(Callback):
         self._steps_seen = trainer.global_step
         steps = self._recorder.end_step(self._local_bytes)
         self.record.add(steps)
+        if self._exchange is not None:
+            self._exchange.add(steps)
         step = _compat.logging_step(trainer)
         every = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._unlogged += steps if every else []  # the Trainer's 0 means never
-        if not self._unlogged or (step + 1) % every:
+        if not every or (step + 1) % every:
             return
-        values = step_metrics(self._unlogged, self.record.world_size, per_bucket=self.per_bucket)
-        self._unlogged = []
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
-        for name in ("comm/exposed_ms", "comm/overlap") if self.prog_bar else ():
+        if self._exchange is not None:
+            self._exchange.begin()
+        values = self._compare(trainer)
+        if self._unlogged:
+            values |= step_metrics(self._unlogged, self.record.world_size, per_bucket=self.per_bucket)
+            self._unlogged = []
+        self._log(trainer, values, step)
+        for name in ("comm/exposed_ms", "comm/overlap") if self.prog_bar and "comm/overlap" in values else ():
             pl_module.log(name, values[name], prog_bar=True, logger=False, on_step=True, on_epoch=False)
+
+    def _log(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step=step)
+
+    def _compare(self, trainer: Trainer, *, wait: bool = False) -> dict[str, float]:
+        """Take the steps of all ranks that have come; return their figures, and warn once of a slow rank."""
+        record = self.record
+        if self._exchange is None or record is None or not (came := self._exchange.take(wait=wait)):
+            return {}
+        record.compared.extend(came)
+        found = record.split(len(came))
+        assert found is not None
+        window = record.split(max(len(came), _WINDOW))
+        slow = None if window is None or window.steps < _WINDOW // 2 else slow_rank(window)
+        if window is not None and slow is not None and slow.share > _HELD_UP and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"{slow_rank_text(slow, window, record)} {slow_rank_advice(slow)}")
+        return metrics(found)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,10 +257,12 @@ class CommMonitor(Callback):
         facts: dict[str, Any] = reducer.stats()
         record.bucket_cap_bytes = facts["bucket_cap_bytes"]  # "auto" has chosen by now
         self._stop()
-        row = rank_row(record.rank, list(record.steps), record.world_size)
-        record.ranks = comm.all_gather_object(row, reducer.control_group)
-        if self._error_group is not None:
-            comm.destroy_group(self._error_group)
+        if self._exchange is not None:
+            self._exchange.begin()
+            self._log(trainer, self._compare(trainer, wait=True), record.steps[-1].step if record.steps else 0)
+        for group in self._groups:
+            comm.destroy_group(group)
+        self._groups.clear()
         self._write(record)
 
     @override
@@ -218,6 +271,8 @@ class CommMonitor(Callback):
         if record is None or self._recorder is None:
             return
         self._stop(wait=False)
+        comm.free_after_error(self._groups, self._exchange is not None and self._exchange.is_under_way)
+        self._groups.clear()
         error = type(exception).__name__
         record.note = f"The run ended with {error}: this is what rank {record.rank} had recorded by then."
         self._write(record)
@@ -233,8 +288,10 @@ class CommMonitor(Callback):
             return
         comm.count_bytes(None)
         reducer.observer = self._recorder = self._reducer = None
-        record.add(recorder.settle(wait=wait))
-        record.parameter_bytes = recorder.parameter_bytes
+        steps = recorder.settle(wait=wait)
+        record.add(steps)
+        if self._exchange is not None:
+            self._exchange.add(steps)
         record.outside_bytes = recorder.outside_bytes
 
     def _write(self, record: RunRecord) -> None:
