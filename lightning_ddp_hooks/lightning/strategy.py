@@ -243,7 +243,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._inputs.logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
+            self._inputs.check_logging(LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0)))
         self._watch.set_up()
 
     @override
