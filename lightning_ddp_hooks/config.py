@@ -27,10 +27,12 @@ Taker = Literal["DDPHooksStrategy", "FabricDDPHooksStrategy", "DataParallel"]
 
 _CHOICES = {
     "gradient_weighting": ("ranks", "samples"),
+    "accumulation": ("lightning", "exact"),
     "skip_missing_loss": ("zeros", "all"),
     "start_method": get_args(StartMethod),
 }
-_TRAINER_ONLY = ("average_before_eval", "gradient_weighting", "skip_missing_loss", "check_logged_values")
+_TRAINER_ONLY: tuple[str, ...] = ("average_before_eval", "gradient_weighting", "accumulation", "skip_missing_loss")
+_TRAINER_ONLY += ("check_logged_values",)
 
 
 def replicas_differ_from(hook: CommHook | None) -> int | None:
@@ -57,6 +59,7 @@ class Settings(ReducerConfig):
     start_method: StartMethod = "popen"
     average_before_eval: bool = True
     gradient_weighting: Literal["ranks", "samples"] = "ranks"
+    accumulation: Literal["lightning", "exact"] = "lightning"
     skip_missing_loss: Literal["zeros", "all"] = "zeros"
     check_logged_values: bool = False
 
@@ -101,7 +104,8 @@ class Settings(ReducerConfig):
     def to_agree_on(self) -> dict[str, object]:
         """Return what must be the same on all ranks beside the reducer's part, by name."""
         of_averager = ("save_replicas", "average_before_eval") if self.averager is not None else ()
-        names = ("gradient_weighting", "skip_missing_loss", *of_averager, "failure_timeout", "detect_nonfinite")
+        names = ("gradient_weighting", "accumulation", "skip_missing_loss", *of_averager, "failure_timeout")
+        names += ("detect_nonfinite",)
         return {
             "comm_hook": declaration_text(self.hook),
             "averager": declaration_text(self.averager),
@@ -130,6 +134,11 @@ class FitSettings(Settings):
     def steps_early(self) -> bool:
         """Whether the optimizer is stepped while gradients still come."""
         return self.optimizer_in_hook is not None and self.optimizer_in_hook.overlap
+
+    @property
+    def exact_windows(self) -> bool:
+        """Whether the gradient of an accumulation window is the mean over what it holds."""
+        return self.accumulation == "exact" or "samples" in (self.gradient_weighting, self.divisor)
 
     @property
     def differing(self) -> str | None:

@@ -65,6 +65,10 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _samplewise(seed: int) -> tuple[Any, ...]:
+    return torch.randint(0, 3, (2, 4), generator=_seeded(seed)), torch.zeros(2, 4, dtype=torch.int64)
+
+
 def _number(seed: int) -> tuple[Any, ...]:
     return (seed,)
 
@@ -144,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
     "BinaryAUROC": (classification.BinaryAUROC, _binary),
     "BinaryCalibrationError": (classification.BinaryCalibrationError, _binary),
     "MulticlassAveragePrecision": (lambda: classification.MulticlassAveragePrecision(3), _classes),
-    "MulticlassAccuracy": (lambda: classification.MulticlassAccuracy(3, multidim_average="samplewise"), lambda seed: (torch.randint(0, 3, (2, 4), generator=_seeded(seed)), torch.zeros(2, 4, dtype=torch.int64))),
+    "MulticlassAccuracy": (lambda: classification.MulticlassAccuracy(3, multidim_average="samplewise"), _samplewise),
     "RandScore": (clustering.RandScore, _labels),
     "CalinskiHarabaszScore": (clustering.CalinskiHarabaszScore, _clusters),
     "CosineSimilarity": (regression.CosineSimilarity, _columns),

@@ -60,7 +60,7 @@ def gather_states(metric: Any, group: comm.ProcessGroup | None) -> None:
         else:
             merged = [entry for step in zip_longest(*lists, fillvalue=_NONE) for entry in step if entry is not _NONE]
         # Entries stay a list, as in one process: not all metrics can compute from what torchmetrics concatenates.
-        as_it_is = reduce is None or isinstance(merged, list) and (not merged or _compat.concatenates(reduce))
+        as_it_is = reduce is None or (isinstance(merged, list) and (not merged or _compat.concatenates(reduce)))
         setattr(metric, name, merged if as_it_is else reduce(merged))
 
 

@@ -60,6 +60,12 @@ class Step:
             return len(self.active) * self.samples[self.rank] / total if total else 0.0
         return len(self.active) / len(self.ranks) if divisor == "active" else 1.0
 
+    def held(self, divisor: Divisor) -> int:
+        """Return how much the step weighs among those of an accumulation window: batches, samples, or as any other."""
+        if divisor == "samples":
+            return sum(self.samples)
+        return len(self.ranks) if divisor == "active" else 1
+
 
 def active_text(ranks: tuple[int, ...]) -> str:
     """Name the active ranks in a message."""

@@ -77,7 +77,10 @@ class DDPHooksStrategy(DDPStrategy):
         static_graph: learn in the first backward which parameters are used, and rely on it.
         broadcast_buffers: send rank 0's buffers to all ranks at setup and before training steps.
         gradient_weighting: ``"ranks"`` weighs each rank alike; ``"samples"`` weighs each sample alike when ranks hold
-            micro-batches of different sizes.
+            micro-batches of different sizes, in all micro-batches of an accumulation window.
+        accumulation: with ``accumulate_grad_batches`` Lightning divides by that number also where the last window of an
+            epoch holds fewer micro-batches; ``"exact"`` takes the mean over those which it holds, on all ranks. That is
+            part of ``gradient_weighting="samples"``.
         skip_missing_loss: when ``training_step`` returns None (or a loss without gradient) on some rank: it takes part
             with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
@@ -130,6 +133,7 @@ class DDPHooksStrategy(DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         gradient_weighting: Literal["ranks", "samples"] = "ranks",
+        accumulation: Literal["lightning", "exact"] = "lightning",
         skip_missing_loss: Literal["zeros", "all"] = "zeros",
         reducer_backend: Literal["auto", "native", "python"] = "auto",
         process_group_backend: str | None = None,
@@ -269,7 +273,10 @@ class DDPHooksStrategy(DDPStrategy):
             warn=rank_zero_warn,
         )
         self._state.begin(self._run)
-        self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
+        exact = settings.exact_windows
+        self._steps = TrainerSteps(
+            self._run, self._inputs, manual=manual, exact_windows=exact, trainer=module.trainer, device=self.root_device
+        )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

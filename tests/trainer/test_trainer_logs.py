@@ -208,7 +208,10 @@ DIFFERENT = {
     OtherEpochKey: ("different values", "'right' in validation_step on rank 0, 'left' in validation_step on rank 1"),
     OtherHook: ("different values", "'val' in on_validation_epoch_end on rank 0, 'val' in validation_step on rank 1"),
     OtherMetric: ("'val_other'", "its class is MeanMetric on rank 0, SumMetric on rank 1"),
-    OtherShape: ("metric MulticlassAccuracy", "state 'tp' is torch.int64 of shape (2,) on rank 0, torch.int64 of shape"),
+    OtherShape: (
+        "metric MulticlassAccuracy",
+        "state 'tp' is torch.int64 of shape (2,) on rank 0, torch.int64 of shape",
+    ),
 }
 
 
@@ -230,7 +233,9 @@ class OtherLists(Logging):
         if not rank():
             self.few.update(torch.ones(2, 2))
         self.typed.update(torch.ones(2, dtype=torch.float64 if rank() else torch.float32))
-        self.queries.update(torch.tensor([0.5, 0.4]), torch.tensor([rank(), 1]), torch.full((2,), 9 * rank() + batch_idx))
+        self.queries.update(
+            torch.tensor([0.5, 0.4]), torch.tensor([rank(), 1]), torch.full((2,), 9 * rank() + batch_idx)
+        )
         self.log("val_few", self.few)
         self.log("val_queries", self.queries)
 

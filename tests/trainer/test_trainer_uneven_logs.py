@@ -170,8 +170,8 @@ def close(found: Any, expected: Any) -> None:
     ("module_class", "options"),
     [
         (Logs, {"val_check_interval": 3}),
-        (LogsWithEmptyRank, {"val_check_interval": 3, "check_val_every_n_epoch": None}),
-        (LogsOfSizes, {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2}),
+        (LogsWithEmptyRank, {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}),
+        (LogsOfSizes, {"num_sanity_val_steps": 2}),
     ],
 )
 def test_logs_metrics_and_evaluation_are_those_of_the_union(module_class: type[Logs], options: dict[str, Any]) -> None:

@@ -299,6 +299,11 @@ class Inputs:
             return 1.0
         return step.loss_factor(self.settings.divisor)
 
+    def held(self) -> int:
+        """Return how much the step at hand weighs among those of an accumulation window."""
+        step = None if self.settings is None else self._now[True]
+        return 1 if self.settings is None or step is None else step.held(self.settings.divisor)
+
     def place(self) -> Place:
         """Tell from where a collective or a log is called."""
         if self._inside is not None:
