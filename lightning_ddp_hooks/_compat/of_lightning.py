@@ -13,13 +13,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 
-def samples_in(batch: object) -> int:
-    """Return the number of samples of a batch, as Lightning finds it for its logs."""
-    from lightning.pytorch.utilities.data import extract_batch_size
-
-    return int(extract_batch_size(batch))  # type: ignore[arg-type]
-
-
 def averages_by_itself(strategy: object) -> bool:
     """Tell whether Lightning's `DDPStrategy` has been told to average models itself."""
     return getattr(strategy, "_model_averaging_period", None) is not None

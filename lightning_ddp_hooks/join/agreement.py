@@ -19,6 +19,8 @@ from lightning_ddp_hooks.reducer.agreement import ranks_text
 Divisor = Literal["active", "samples", "world"]
 DIVISORS: tuple[Divisor, ...] = ("active", "samples", "world")
 _UNBOUNDED = 1 << 40
+UNCOUNTED = -1
+"""The number of samples of a batch that does not say."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class Step:
     def ranks(self) -> tuple[int, ...]:
         """The active ranks."""
         return tuple(rank for rank, has_batch in enumerate(self.active) if has_batch)
+
+    @property
+    def uncounted_text(self) -> str:
+        """The ranks that do not know how many samples their batch holds."""
+        return ranks_text([rank for rank, samples in enumerate(self.samples) if samples == UNCOUNTED])
 
     @property
     def first(self) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.join.samples import sample_counter
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 from lightning_ddp_hooks.reducer.weights import AccumulationWindow
 from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
@@ -42,6 +44,7 @@ class TrainerSteps:
         self._inputs = inputs
         self._manual = manual
         self._trainer = trainer
+        self._count = sample_counter(run.module, '`gradient_weighting="samples"`')
         self._device = device
         self._missing_loss = self._accumulates = False
         self._window = AccumulationWindow() if exact_windows and not manual else None
@@ -64,7 +67,7 @@ class TrainerSteps:
             self._reducer.sync = True
         self._run.before_forward()
         if self._run.weights is not None:
-            self._run.weights.post(_compat.samples_in(batch))
+            self._run.weights.post(partial(self._count, batch))
         self._before = (self._reducer.synced_backwards, self._run.windowed_backwards)
 
     def user_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lightning_ddp_hooks import comm
+
+_UNCOUNTED = -(1 << 50)
 
 
 class SampleWeights:
@@ -20,10 +24,17 @@ class SampleWeights:
         self._total: torch.Tensor | None = None
         self._work: comm.Work | None = None
 
-    def post(self, samples: int) -> None:
-        """Tell the others how many samples this rank's micro-batch holds; collective."""
-        self._own = samples
-        self._total = torch.tensor([samples], dtype=torch.int64)
+    def post(self, count: Callable[[], int]) -> None:
+        """Tell the others how many samples this rank's micro-batch holds; collective.
+
+        If ``count`` raises a ValueError, it is raised with `total`, on all ranks.
+        """
+        self._problem: ValueError | None = None
+        try:
+            self._own = count()
+        except ValueError as error:
+            self._own, self._problem = _UNCOUNTED, error
+        self._total = torch.tensor([self._own], dtype=torch.int64)
         self._work = comm.all_reduce(self._total, self._group)
 
     @property
@@ -36,7 +47,10 @@ class SampleWeights:
         assert self._total is not None, "post() comes first"
         assert self._work is not None
         self._work.wait()
-        return int(self._total)
+        total = int(self._total)
+        if total < 0:
+            raise self._problem or ValueError("The samples of a batch cannot be counted on some other rank.")
+        return total
 
     def factor(self) -> float:
         """Return the number of ranks times this rank's share of all samples of the micro-batch."""

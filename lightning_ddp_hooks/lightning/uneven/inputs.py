@@ -34,6 +34,7 @@ from lightning_ddp_hooks.health.metric_states import gather_states
 from lightning_ddp_hooks.join.agreement import DIVISORS, Divisor, Step, StepAgreement, active_text
 from lightning_ddp_hooks.join.data import emptied, remove_padding
 from lightning_ddp_hooks.join.loader import Announcement, JoinLoader, LoaderContext, StatefulJoinLoader
+from lightning_ddp_hooks.join.samples import sample_counter
 from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
 from lightning_ddp_hooks.lightning.uneven.collectives import gathered, neutral, op_name, reduced
 from lightning_ddp_hooks.lightning.uneven.logs import apply_record, mask_logs, record_step, undoing_effects
@@ -159,11 +160,12 @@ class Inputs:
                 "batches it takes. Take a batch instead."
             )
         self._queues[training].clear()
+        count = sample_counter(module, '`UnevenInputs(divisor="samples")`')
         context = LoaderContext(
             agreement=self._agreement,
             group=self._group,
             announce=self._queues[training].append,
-            samples=_compat.samples_in if training and settings.divisor == "samples" else None,
+            samples=count if training and settings.divisor == "samples" else None,
             stop_at_shortest=training and settings.policy == "stop",
             keep_batches=lambda: training and not module.automatic_optimization,
             limit=limit if isinstance(limit, int) and not isinstance(limit, bool) else None,
