@@ -28,6 +28,7 @@ Taker = Literal["DDPHooksStrategy", "FabricDDPHooksStrategy", "DataParallel"]
 
 _CHOICES = {
     "gradient_weighting": ("ranks", "samples"),
+    "accumulation": ("lightning", "exact"),
     "skip_missing_loss": ("zeros", "all"),
     "start_method": get_args(StartMethod),
     "resume": (None, "auto"),
@@ -39,6 +40,7 @@ _TRAINER_ONLY = (
     "check_logged_values",
     "resume",
     "stall_timeout",
+    "accumulation",
 )
 
 
@@ -67,6 +69,7 @@ class Settings(ReducerConfig):
     start_method: StartMethod = "popen"
     average_before_eval: bool = True
     gradient_weighting: Literal["ranks", "samples"] = "ranks"
+    accumulation: Literal["lightning", "exact"] = "lightning"
     skip_missing_loss: Literal["zeros", "all"] = "zeros"
     check_logged_values: bool = False
     resume: Literal["auto"] | None = None
@@ -122,6 +125,7 @@ class Settings(ReducerConfig):
             "detect_nonfinite",
             "resume",
             "stall_timeout",
+            "accumulation",
         )
         return {
             "comm_hook": declaration_text(self.hook),
@@ -151,6 +155,11 @@ class FitSettings(Settings):
     def steps_early(self) -> bool:
         """Whether the optimizer is stepped while gradients still come."""
         return self.optimizer_in_hook is not None and self.optimizer_in_hook.overlap
+
+    @property
+    def exact_windows(self) -> bool:
+        """Whether the gradient of an accumulation window is the mean over what it holds."""
+        return self.accumulation == "exact" or "samples" in (self.gradient_weighting, self.divisor)
 
     @property
     def differing(self) -> str | None:

@@ -183,6 +183,12 @@ RULES: tuple[ConflictRule, ...] = (
         by="Lightning's",
     ),
     ConflictRule(
+        ("manual optimisation", 'accumulation="exact"'),
+        lambda s: s.manual and s.accumulation == "exact",
+        '`accumulation="exact"` has no effect: in manual optimization the windows are yours.',
+        verdict="no effect",
+    ),
+    ConflictRule(
         ("averager from step 0 on", "comm_hook"),
         _averager_replaces_hook,
         "The hook {s.hook.__class__.__name__} has no effect: {s.averager.__class__.__name__} begins at step 0 "

@@ -6,19 +6,12 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Literal
-
-
-def samples_in(batch: object) -> int:
-    """Return the number of samples of a batch, as Lightning finds it for its logs."""
-    from lightning.pytorch.utilities.data import extract_batch_size
-
-    return int(extract_batch_size(batch))  # type: ignore[arg-type]
 
 
 def averages_by_itself(strategy: object) -> bool:
@@ -117,47 +110,69 @@ def set_logged_forward_cache(result: Any, value: Any) -> None:
     result._forward_cache = value
 
 
-def list_states(metric: Any) -> dict[str, list[Any]]:
-    """Return the states of a torchmetrics metric that are lists, by name."""
-    return {name: value for name in metric._defaults if isinstance(value := getattr(metric, name), list)}
+def metric_states(metric: Any) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
+    """Return the states of a torchmetrics metric by name, and what reduces those of all ranks."""
+    return {name: (getattr(metric, name), reduce) for name, reduce in metric._reductions.items()}
 
 
-def metric_states(metric: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the states of a torchmetrics metric by name, and whether those of ranks are put one behind the other."""
+def concatenates(reduce: object) -> bool:
+    """Tell whether a metric's reduction puts the states of ranks one behind the other."""
     from torchmetrics.utilities.data import dim_zero_cat
 
-    return {name: (getattr(metric, name), reduce is dim_zero_cat) for name, reduce in metric._reductions.items()}
+    return reduce is dim_zero_cat
 
 
-@contextmanager
-def before_metric_gathers(metric: Any, call: Callable[[str, Any], None]) -> Iterator[None]:
-    """Call ``call(path, metric)`` before a metric, or one within it, gathers its states over all ranks.
+def forget_computed(metric: Any) -> None:
+    """Have a metric compute its value anew, since others have been updated."""
+    metric._computed = None
 
-    Whether it does is known only then: it may have a cached value, a function of its own that gathers or says that it
-    need not, or consist of others that decide for themselves.
+
+_gathering: list[Callable[[Any, Any], None]] = []
+_undo_gathering: list[Callable[[], None]] = []
+
+
+def gather_metrics_by(gather: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Call ``gather(metric, group)`` where torchmetrics would gather a metric's states by its own function.
+
+    It has no such hook: `Metric.dist_sync_fn` is called for each entry that this rank has, and so cannot even tell the
+    others that it has fewer.
+
+    Returns:
+        What undoes it; the latest one that is not undone is called.
     """
     from torchmetrics import Metric
+    from torchmetrics.detection import _mean_ap, mean_ap
     from torchmetrics.utilities.distributed import gather_all_tensors
 
-    def gather(self: Any, path: str, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
-        over_all = dist_sync_fn is gather_all_tensors and (process_group or self.process_group) is None
-        if over_all and self._reductions and followed:
-            call(path, self)
-        type(self)._sync_dist(self, dist_sync_fn, process_group=process_group)
+    original = Metric._sync_dist
+    masks = [mean_ap.MeanAveragePrecision, _mean_ap.MeanAveragePrecision]
 
-    followed = [(p, m) for p, m in metric.named_modules() if isinstance(m, Metric) and "_sync_dist" not in vars(m)]
-    for path, inner in followed:
-        vars(inner)["_sync_dist"] = partial(gather, inner, path)
-    try:
-        yield
-    finally:
-        for _, inner in followed:
-            del vars(inner)["_sync_dist"]
-        followed.clear()  # a copy that was made meanwhile is not followed any more
+    def sync_dist(self: Any, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+        if dist_sync_fn is gather_all_tensors:
+            _gathering[-1](self, process_group or self.process_group)
+        else:  # of the user's own
+            original(self, dist_sync_fn, process_group)
+
+    def undo() -> None:
+        _gathering.remove(gather)
+        if not _gathering:
+            for restore in _undo_gathering:
+                restore()
+            _undo_gathering.clear()
+
+    if not _gathering:
+        replaced: list[tuple[type, str, Any]] = [(Metric, "_sync_dist", sync_dist)]
+        # They gather their masks, which are no tensors, after the other states; here they come with them.
+        replaced += [(owner, "_gather_tuple_list", staticmethod(lambda masks, _=None: masks)) for owner in masks]
+        for owner, name, function in replaced:
+            _undo_gathering.append(partial(setattr, owner, name, vars(owner)[name]))
+            setattr(owner, name, function)
+    _gathering.append(gather)
+    return undo
 
 
-def follow_logging(results: Any, entry: Callable[[str, str, Any], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter ``entry(hook, key, metric)`` around each value that is logged, or computed for an epoch (else no metric).
+def follow_logging(results: Any, entry: Callable[[str, str], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Enter ``entry(hook, key)`` around each value that is logged, or computed for an epoch.
 
     Returns:
         What undoes it.
@@ -165,14 +180,13 @@ def follow_logging(results: Any, entry: Callable[[str, str, Any], AbstractContex
     log, get_cache = results.log, results._get_cache
 
     def log_in_entry(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
-        with entry(fx, name, None):
+        with entry(fx, name):
             log(fx, name, *args, **kwargs)
 
     def get_cache_in_entry(result_metric: Any, on_step: bool) -> Any:
         if on_step or result_metric._computed is not None or not result_metric.meta.on_epoch:
             return get_cache(result_metric, on_step)
-        metric = None if result_metric.is_tensor else result_metric.value
-        with entry(result_metric.meta.fx, result_metric.meta.name, metric):
+        with entry(result_metric.meta.fx, result_metric.meta.name):
             return get_cache(result_metric, on_step)
 
     results.log, results._get_cache = log_in_entry, get_cache_in_entry

@@ -10,7 +10,7 @@ is about, which takes no more collectives than the reduction alone:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.reducer.agreement import ranks_text
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.health.metric_states import sides
 from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
 
 _TEXT_BYTES = 80
@@ -72,25 +72,19 @@ class LoggedValues:
         reduced: Tensor = _REDUCTIONS[op](gathered.contiguous().view(torch.float64)).reshape(tensor.shape)
         return reduced.to(torch.get_default_dtype() if to_float else tensor.dtype)
 
-    def agree_on_metric(self, path: str, metric: Metric) -> None:
-        """Compare the states of a metric before they are gathered one by one; collective.
-
-        ``path`` says where the metric is within the one that was logged; it is empty if it is that one.
-        """
-        states = {"": type(metric).__name__, **_describe_states(path, metric)}
-        header, headers, _ = self._gather(repr(states), torch.empty(0, dtype=torch.int64), self._host_group)
+    def agree_on_metric(self, metric: Metric) -> None:
+        """Compare under which name the metric is computed, before its states are gathered; collective."""
+        kind = type(metric).__name__
+        header, headers, _ = self._gather(kind, torch.empty(0, dtype=torch.int64), self._host_group)
         if bool((headers == header).all()):
             return
-        of_ranks = comm.all_gather_object((self._entry, states), self._host_group)
-        if len({entry for entry, _ in of_ranks}) > 1:
-            self._raise_different([entry for entry, _ in of_ranks])
-        texts = [states for _, states in of_ranks]
-        state = next(key for key in {k: None for t in texts for k in t} if len({t.get(key) for t in texts}) > 1)
-        what, sides = f"state {state!r}" if state else "class", [text.get(state, "no such state") for text in texts]
+        of_ranks = comm.all_gather_object((self._entry, kind), self._host_group)
+        entries, ranks = [str(entry) for entry, _ in of_ranks], list(range(len(of_ranks)))
+        if len(set(entries)) > 1:
+            self._raise_different(entries, ranks)
         raise RuntimeError(
-            f"The metric logged as {self._entry} is not the same on all ranks: its {what} is {_sides(sides)}. "
-            "Gathered, it would be wrong or never end: update the metric on all ranks, with values of the same type "
-            "and number of dimensions."
+            f"The metric logged as {self._entry} is not the same on all ranks: its class is "
+            f"{sides([kind for _, kind in of_ranks], ranks)}."
         )
 
     def settle(self) -> None:
@@ -118,9 +112,9 @@ class LoggedValues:
         self.waits_for = ""  # not after an error: that is where this rank was
         return header, gathered[:, :_HEADER], gathered[:, _HEADER:]
 
-    def _raise_different(self, of_ranks: list[str], ranks: Sequence[int] | None = None) -> None:
+    def _raise_different(self, of_ranks: list[str], ranks: list[int]) -> None:
         raise RuntimeError(
-            f"The ranks log different values at the same place, near step {self._step()}: {_sides(of_ranks, ranks)}. "
+            f"The ranks log different values at the same place, near step {self._step()}: {sides(of_ranks, ranks)}. "
             "With `sync_dist=True`, or a metric, each rank must log the same keys in the same order, with the same "
             "`reduce_fx`: log on all ranks, or with `rank_zero_only=True` and without `sync_dist`."
         )
@@ -131,34 +125,3 @@ def _make_header(entry: str, what: str, device: torch.device) -> Tensor:
     digest = hashlib.blake2b(f"{entry}\0{what}".encode(), digest_size=_WORD).digest()
     text = entry.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return torch.frombuffer(bytearray(digest + text), dtype=torch.int64).to(device)
-
-
-def _sides(of_ranks: list[str], ranks: Sequence[int] | None = None) -> str:
-    sides: dict[str, list[int]] = {}
-    for rank, text in zip(ranks or range(len(of_ranks)), of_ranks, strict=True):
-        sides.setdefault(text, []).append(rank)
-    return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in sides.items())
-
-
-def _describe_states(path: str, metric: Metric) -> dict[str, str]:
-    """Describe what the states of a metric must have in common to be gathered."""
-    dtype = getattr(metric, "dtype", torch.get_default_dtype())  # older torchmetrics has none
-    return {
-        f"{path}.{name}" if path else name: _describe_state(value, concatenated, dtype)
-        for name, (value, concatenated) in _compat.metric_states(metric).items()
-    }
-
-
-def _describe_state(value: Tensor | list[Tensor], concatenated: bool, dtype: torch.dtype) -> str:
-    if isinstance(value, Tensor):
-        return _kind(value.dtype, value.dim()) if concatenated else f"{value.dtype} of shape {tuple(value.shape)}"
-    if not concatenated:
-        kinds = sorted({_kind(item.dtype, item.dim()) for item in value})
-        return f"a list of {len(value)} tensors" + (f" ({', '.join(kinds)})" if kinds else "")
-    if not value:  # torchmetrics gathers an empty vector of its own dtype in its place
-        return _kind(dtype, 1)
-    return _kind(value[0].dtype, max(1, value[0].dim()))
-
-
-def _kind(dtype: torch.dtype, dimensions: int) -> str:
-    return f"{dtype} with {dimensions} dimension{'' if dimensions == 1 else 's'}"

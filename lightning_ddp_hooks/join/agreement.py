@@ -19,6 +19,8 @@ from lightning_ddp_hooks.reducer.agreement import ranks_text
 Divisor = Literal["active", "samples", "world"]
 DIVISORS: tuple[Divisor, ...] = ("active", "samples", "world")
 _UNBOUNDED = 1 << 40
+UNCOUNTED = -1
+"""The number of samples of a batch that does not say."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Step:
         return tuple(rank for rank, has_batch in enumerate(self.active) if has_batch)
 
     @property
+    def uncounted_text(self) -> str:
+        """The ranks that do not know how many samples their batch holds."""
+        return ranks_text([rank for rank, samples in enumerate(self.samples) if samples == UNCOUNTED])
+
+    @property
     def first(self) -> int:
         """The lowest active rank, which speaks for all of them."""
         return self.ranks[0]
@@ -59,6 +66,12 @@ class Step:
             total = sum(self.samples)
             return len(self.active) * self.samples[self.rank] / total if total else 0.0
         return len(self.active) / len(self.ranks) if divisor == "active" else 1.0
+
+    def held(self, divisor: Divisor) -> int:
+        """Return how much the step weighs among those of an accumulation window: batches, samples, or as any other."""
+        if divisor == "samples":
+            return sum(self.samples)
+        return len(self.ranks) if divisor == "active" else 1
 
 
 def active_text(ranks: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.join.agreement import PendingRows, Step, StepAgreement
+from lightning_ddp_hooks.join.agreement import UNCOUNTED, PendingRows, Step, StepAgreement
 from lightning_ddp_hooks.join.data import certain_length, emptied, on_cpu
 
 _NO_BATCH = object()
@@ -90,10 +90,10 @@ class JoinLoader:
 
     def saw(self, batch: Any) -> None:
         """Note the latest real batch, or its structure where that is enough."""
+        if self.needs_template:
+            self.latest = emptied(batch)  # which raises at once if it cannot be
         if self.context.keep_batches():
             self.latest = batch
-        elif self.needs_template:
-            self.latest = emptied(batch)
         self.needs_template = False
 
     def share_template(self, step: Step, batch: Any) -> None:
@@ -189,6 +189,7 @@ class _Batches(Iterator[Any]):
         self._at_hand: deque[Any] = deque()
         self._fetched = self._yielded = 0
         self._exhausted = self._over = False
+        self._uncounted: ValueError | None = None
         # What is agreed on: the next step while it is pending, and the latest one, which holds for further steps.
         self._prepared = False
         self._pending: PendingRows | None = None
@@ -210,6 +211,8 @@ class _Batches(Iterator[Any]):
         step = self._step
         assert step is not None
         self._certain_steps -= 1
+        if min(step.samples) < 0:
+            raise self._uncounted or ValueError(f"The samples of a batch cannot be counted on {step.uncounted_text}.")
         if not step.ranks or (step.tail and context.stop_at_shortest):
             self._over = owner.ended = True
             raise StopIteration
@@ -240,9 +243,16 @@ class _Batches(Iterator[Any]):
                 who = f"The dataloader of rank {self._step.rank}"
                 raise RuntimeError(f"{who} ended after {self._fetched} batches, but its length is {self._length}.")
             return
-        samples = context.samples(self._at_hand[0]) if has_batch and context.samples is not None else 0
+        samples = self._count(self._at_hand[0], context.samples) if has_batch and context.samples is not None else 0
         certain = len(self._at_hand) if self._length is None else self._length - self._fetched + 1
         self._pending = context.agreement.post(has_batch, samples, owner.needs_template, max(1, certain))
+
+    def _count(self, batch: Any, count: Callable[[Any], int]) -> int:
+        try:
+            return count(batch)
+        except ValueError as error:  # all ranks raise it, when the batch is due
+            self._uncounted = error
+            return UNCOUNTED
 
     def _fetch(self) -> None:
         if self._exhausted:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +22,14 @@ class LoggingCheck:
 
     def __init__(self, trainer: pl.Trainer, device: torch.device, step: Callable[[], int]) -> None:
         self._values = LoggedValues(device, step)
-        self._undo = [_compat.follow_logging(results, self._entry) for results in _compat.all_logged_results(trainer)]
+        self._undo = [
+            _compat.follow_logging(results, self._values.entry) for results in _compat.all_logged_results(trainer)
+        ]
 
-    @contextmanager
-    def _entry(self, place: str, name: str, metric: Metric | None) -> Iterator[None]:
-        with self._values.entry(place, name), ExitStack() as stack:
-            if metric is not None:
-                stack.enter_context(_compat.before_metric_gathers(metric, self._values.agree_on_metric))
-            yield
+    def agree_on_metric(self, metric: Metric) -> None:
+        """Raise on all ranks if a metric is computed for the log and others compute another; collective."""
+        if self._values.open:
+            self._values.agree_on_metric(metric)
 
     @property
     def waits_for(self) -> str:

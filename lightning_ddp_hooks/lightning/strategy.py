@@ -78,7 +78,10 @@ class DDPHooksStrategy(DDPStrategy):
         static_graph: learn in the first backward which parameters are used, and rely on it.
         broadcast_buffers: send rank 0's buffers to all ranks at setup and before training steps.
         gradient_weighting: ``"ranks"`` weighs each rank alike; ``"samples"`` weighs each sample alike when ranks hold
-            micro-batches of different sizes.
+            micro-batches of different sizes, in all micro-batches of an accumulation window.
+        accumulation: with ``accumulate_grad_batches`` Lightning divides by that number also where the last window of an
+            epoch holds fewer micro-batches; ``"exact"`` takes the mean over those which it holds, on all ranks. That is
+            part of ``gradient_weighting="samples"``.
         skip_missing_loss: when ``training_step`` returns None (or a loss without gradient) on some rank: it takes part
             with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
@@ -136,6 +139,7 @@ class DDPHooksStrategy(DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         gradient_weighting: Literal["ranks", "samples"] = "ranks",
+        accumulation: Literal["lightning", "exact"] = "lightning",
         skip_missing_loss: Literal["zeros", "all"] = "zeros",
         reducer_backend: Literal["auto", "native", "python"] = "auto",
         process_group_backend: str | None = None,
@@ -260,7 +264,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._inputs.logging = LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
+            self._inputs.check_logging(LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0)))
         self._watch.set_up()
 
     @override
@@ -286,7 +290,10 @@ class DDPHooksStrategy(DDPStrategy):
             warn=rank_zero_warn,
         )
         self._state.begin(self._run)
-        self._steps = TrainerSteps(self._run, self._inputs, manual=manual, device=self.root_device)
+        exact = settings.exact_windows
+        self._steps = TrainerSteps(
+            self._run, self._inputs, manual=manual, exact_windows=exact, trainer=module.trainer, device=self.root_device
+        )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

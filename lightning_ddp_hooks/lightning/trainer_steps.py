@@ -10,26 +10,44 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.join.samples import sample_counter
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
+from lightning_ddp_hooks.reducer.weights import AccumulationWindow
 from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class TrainerSteps:
     """Runs the training steps of one fit."""
 
-    def __init__(self, run: TrainingRun, inputs: Inputs, *, manual: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        run: TrainingRun,
+        inputs: Inputs,
+        *,
+        manual: bool,
+        exact_windows: bool,  # whether the gradient of an accumulation window is the mean over what it holds
+        trainer: pl.Trainer,
+        device: torch.device,
+    ) -> None:
         self._run = run
         self._reducer = run.reducer
         self._inputs = inputs
         self._manual = manual
+        self._trainer = trainer
+        self._count = sample_counter(run.module, '`gradient_weighting="samples"`')
         self._device = device
         self._missing_loss = self._accumulates = False
+        self._window = AccumulationWindow() if exact_windows and not manual else None
         self._before = (0, 0)
 
     @contextmanager
@@ -49,7 +67,7 @@ class TrainerSteps:
             self._reducer.sync = True
         self._run.before_forward()
         if self._run.weights is not None:
-            self._run.weights.post(_compat.samples_in(batch))
+            self._run.weights.post(partial(self._count, batch))
         self._before = (self._reducer.synced_backwards, self._run.windowed_backwards)
 
     def user_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,10 +104,25 @@ class TrainerSteps:
             )
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the loss scaled by this rank's weight."""
+        """Return the loss scaled by this rank's weight; at the end of a window what came before is scaled too."""
         weights = self._run.weights
         factor = self._inputs.factor() if weights is None else weights.factor()
+        if self._window is not None:
+            trainer = self._trainer
+            if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+                self._window.begin()
+            held = self._inputs.held() if weights is None else weights.total()
+            of_loss, of_gradients = self._window.add(held, trainer.accumulate_grad_batches, last=not self._accumulates)
+            factor *= of_loss
+            self._scale_gradients(of_gradients)
         return loss if factor == 1.0 else loss * factor
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: float) -> None:
+        gradients = () if factor == 1.0 else (param.grad for param in self._run.module.parameters())
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(factor)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[bool]:

@@ -42,6 +42,7 @@ class Training:
         stop: whether training ends there.
         divisor: what a single process has to take the mean over.
         accumulate: micro-batches of a step.
+        exact_windows: whether a step is the mean over what it holds, however many micro-batches that is.
         manual: whether optimisation is manual.
         leaves_out: whether a layer is unused in every second step.
         lacks_loss: whether the last rank has no loss in step 1, which all skip.
@@ -52,6 +53,7 @@ class Training:
     stop: bool
     divisor: str
     accumulate: int
+    exact_windows: bool
     manual: bool
     leaves_out: bool
     lacks_loss: bool
@@ -78,6 +80,12 @@ class Module(UnevenNet):
         for index, step in enumerate(union.steps):
             step["index"] = index
         union.steps = [step for step in union.steps if not (does.lacks_loss and step["index"] // does.accumulate == 1)]
+        if does.exact_windows:
+            windows = [union.steps[start : start + does.accumulate] for start in range(0, len(union), does.accumulate)]
+            union.steps = [
+                {**steps[0], "parts": [part for step in steps for part in step["parts"]], "count": len(steps)}
+                for steps in windows
+            ]
         return union
 
     def mean_loss(self, batch: Any, step: int) -> Tensor:
@@ -88,7 +96,7 @@ class Module(UnevenNet):
             return value if unused else value + self.branch(part[0]).square().mean()
 
         if isinstance(batch, dict) and self.does.divisor == "world":
-            return sum(map(loss, batch["parts"])) / self.does.world_size
+            return sum(map(loss, batch["parts"])) / (self.does.world_size * batch.get("count", 1))
         return self.over_batches(loss, batch, self.does.divisor)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -116,6 +124,7 @@ def training_of(combination: Combination, world_size: int) -> Training:
         stop=inputs.get("policy") == "stop",
         divisor="samples" if by_samples else inputs.get("divisor", "active"),
         accumulate=trainer.get("accumulate_grad_batches", 1),
+        exact_windows=by_samples or strategy.get("accumulation") == "exact",
         manual="manual" in merged(combination, "module"),
         leaves_out=strategy.get("find_unused_parameters", False),
         lacks_loss=strategy.get("skip_missing_loss") == "all",
@@ -154,9 +163,10 @@ def fit_combinations(chosen: Sequence[Combination], world_size: int) -> list[Sta
 def fit_alone(combination: Combination, world_size: int) -> tuple[State, State]:
     """Fit in this process on the union of the ranks' batches; return the state before and after."""
     assert "RANK" not in os.environ
-    only = [setting for setting in combination if setting.axis in ("gradient_clip_val", "accumulate_grad_batches")]
     torch.manual_seed(0)
     module = Module(training_of(combination, world_size)).double()
+    axes = ("gradient_clip_val", *(() if module.does.exact_windows else ("accumulate_grad_batches",)))
+    only = [setting for setting in combination if setting.axis in axes]
     start = state_of(module)
     make_trainer("auto", **{**_options(only), "devices": 1}).fit(module)
     return start, state_of(module)

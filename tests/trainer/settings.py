@@ -153,6 +153,7 @@ def settings_by_axis(world_size: int, period: int = 1) -> dict[str, list[Setting
     switch("gradient_as_bucket_view", [True, False])
     switch("reducer_backend", ["python", "native"])
     switch("gradient_weighting", ["ranks", "samples"], changes="follows")
+    switch("accumulation", ["lightning", "exact"], changes="follows")
     switch("skip_missing_loss", ["zeros", "all"], changes="follows")
     switch("find_unused_parameters", [False, True], changes="follows")
     switch("static_graph", [False, True])

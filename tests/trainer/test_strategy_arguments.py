@@ -75,6 +75,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"find_unused_parameters": True, "static_graph": True}, ValueError, "set one of them"),
     ({"gradient_weighting": "tokens"}, ValueError, r"`gradient_weighting` .*'ranks', 'samples'.*got 'tokens'"),
     ({"gradient_weighting": None}, ValueError, "`gradient_weighting`"),
+    ({"accumulation": "mean"}, ValueError, r"`accumulation` .*'lightning', 'exact'.*got 'mean'"),
     ({"skip_missing_loss": "none"}, ValueError, "`skip_missing_loss` .*'zeros', 'all'"),
     ({"skip_missing_loss": True}, ValueError, "`skip_missing_loss`"),
     ({"failure_timeout": "30"}, TypeError, "seconds or None for `failure_timeout`, got '30'"),

@@ -9,6 +9,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.wrappers import Running
 from trainer_runs import Net, dataset, make_module, make_trainer, rank
 
@@ -177,23 +179,16 @@ class Predictions(Metric):
         return values.sum().float()
 
 
-class EmptyState(Logging):
-    """Predictions of two columns, which one rank has none of."""
+class OtherShape(Logging):
+    """A metric of other classes, whose counts cannot be added."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.predictions = Predictions()
+        self.accuracy = MulticlassAccuracy(3 if rank() else 2)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if not rank():
-            self.predictions.update(torch.ones(2, 2))
-        self.log("val_predictions", self.predictions)
-
-
-class OtherType(EmptyState):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.predictions.update(torch.ones(2, dtype=torch.float64 if rank() else torch.float32))
-        self.log("val_predictions", self.predictions)
+        self.accuracy.update(torch.tensor([0, 1]), torch.tensor([1, 1]))
+        self.log("val_accuracy", self.accuracy)
 
 
 def errors(module_classes: list[type[Net]]) -> list[str]:
@@ -213,8 +208,10 @@ DIFFERENT = {
     OtherEpochKey: ("different values", "'right' in validation_step on rank 0, 'left' in validation_step on rank 1"),
     OtherHook: ("different values", "'val' in on_validation_epoch_end on rank 0, 'val' in validation_step on rank 1"),
     OtherMetric: ("'val_other'", "its class is MeanMetric on rank 0, SumMetric on rank 1"),
-    EmptyState: ("'val_predictions'", "its state 'values' is torch.float32 with 2 dimensions on rank 0"),
-    OtherType: ("'val_predictions'", "float32 with 1 dimension on rank 0, torch.float64 with 1 dimension on rank 1"),
+    OtherShape: (
+        "metric MulticlassAccuracy",
+        "state 'tp' is torch.int64 of shape (2,) on rank 0, torch.int64 of shape",
+    ),
 }
 
 
@@ -223,6 +220,35 @@ def test_ranks_that_log_different_things_all_raise_and_are_named() -> None:
     for texts in run_ranks(errors, list(DIFFERENT)):
         for text, parts in zip(texts, DIFFERENT.values(), strict=True):
             assert all(part in text for part in parts), text
+
+
+class OtherLists(Logging):
+    """Predictions that one rank has none of, of other types, and by query: for the log, and by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.typed, self.queries = Predictions(), Predictions(), RetrievalMAP()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not rank():
+            self.few.update(torch.ones(2, 2))
+        self.typed.update(torch.ones(2, dtype=torch.float64 if rank() else torch.float32))
+        self.queries.update(
+            torch.tensor([0.5, 0.4]), torch.tensor([rank(), 1]), torch.full((2,), 9 * rank() + batch_idx)
+        )
+        self.log("val_few", self.few)
+        self.log("val_queries", self.queries)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_typed", self.typed.compute(), sync_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
+@pytest.mark.parametrize("uneven", [False, True])
+def test_lists_of_metrics_are_gathered_whatever_ranks_have(uneven: bool) -> None:
+    for result in run_ranks(fit_uneven if uneven else fit, OtherLists):
+        assert (result["val_few"], result["val_typed"]) == (8.0, 12.0)
+        assert result["val_queries"] == pytest.approx((2 * 0.5 + 4 * 1.0) / 6)
 
 
 class OnlyOne(Logging):

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from trainer_runs import EXACT, WIDTH, assert_close, assert_same, make_module, make_trainer, rank
+from trainer_runs import EXACT, WIDTH, assert_close, assert_same, fit_each, make_module, make_trainer, rank
 from uneven_runs import COUNTS, WORLD, Shard, Stream, UnevenNet, fit_uneven, fit_union, make_batch, run_uneven
 
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
@@ -31,6 +31,32 @@ class Third(UnevenNet):
 class WeighsSamples(Second):
     sizes: ClassVar = (1, 4, 2)
     divisor: ClassVar = "samples"
+
+
+class WeighsWindows(WeighsSamples):
+    window: ClassVar = 3
+
+
+class Windows(UnevenNet):
+    """In the last window of an epoch there is one batch, and only one rank has it."""
+
+    window: ClassVar = 3
+
+
+class StreamOfWindows(Windows):
+    counts: ClassVar = COUNTS[1]
+    kind: ClassVar = Stream
+
+
+class EvenWindows(WeighsSamples):
+    """As many batches on all ranks, of different sizes, and one in the last window."""
+
+    counts: ClassVar = (5, 5, 5)
+    window: ClassVar = 2
+
+
+class FullWindows(UnevenNet):
+    counts: ClassVar = (4, 4, 4)
 
 
 class WeighsWorld(Third):
@@ -91,12 +117,39 @@ def test_accumulation_with_uneven_tails() -> None:
         (Second, "ddp_hooks", {}, {"accumulate_grad_batches": 3}),
         (Unknown, "ddp_hooks", {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
         (
-            WeighsSamples,
+            WeighsWindows,
             "ddp_hooks_find_unused_parameters_true",
             {"divisor": "samples"},
-            {"accumulate_grad_batches": 2},
+            {"accumulate_grad_batches": 3},
         ),
     )
+
+
+def test_exact_windows_are_means_over_what_they_hold() -> None:
+    exact, every_three = {"accumulation": "exact"}, {"accumulate_grad_batches": 3}
+    in_hook = OptimizerInHook(shard=True)
+    check(
+        (Windows, exact, {}, every_three),
+        (StreamOfWindows, {**exact, "find_unused_parameters": True}, {}, {**every_three, "gradient_clip_val": 0.05}),
+        (StreamOfWindows, {**exact, "optimizer_in_hook": in_hook}, {}, every_three),
+        (WeighsWindows, {"optimizer_in_hook": in_hook}, {"divisor": "samples"}, every_three),
+        (Windows, {**exact, "comm_hook": (None, allreduce_hook), "gradient_as_bucket_view": False}, {}, every_three),
+    )
+
+
+def test_weighting_by_samples_weighs_all_of_a_window() -> None:
+    options = {**EXACT, "accumulate_grad_batches": 2}
+    expected = fit_union(EvenWindows, options)
+    for states in run_ranks(fit_each, EvenWindows, [{"gradient_weighting": "samples"}], options, world_size=WORLD):
+        assert_close(states[0], expected)
+
+
+def test_windows_that_are_full_are_as_without_the_setting() -> None:
+    options = {"accumulate_grad_batches": 2}
+    cases = [(FullWindows, {"accumulation": choice}, {}, options) for choice in ("lightning", "exact")]
+    plain, made_exact = run_uneven(*cases)
+    for state, expected in zip(made_exact, plain, strict=True):
+        assert_same(state, expected)
 
 
 def fit_counting_reductions(module_class: type[UnevenNet], accumulate: int, settings: dict[str, Any]) -> int:

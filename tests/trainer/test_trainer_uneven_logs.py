@@ -170,8 +170,8 @@ def close(found: Any, expected: Any) -> None:
     ("module_class", "options"),
     [
         (Logs, {"val_check_interval": 3}),
-        (LogsWithEmptyRank, {"val_check_interval": 3, "check_val_every_n_epoch": None}),
-        (LogsOfSizes, {"accumulate_grad_batches": 2, "num_sanity_val_steps": 2}),
+        (LogsWithEmptyRank, {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}),
+        (LogsOfSizes, {"num_sanity_val_steps": 2}),
     ],
 )
 def test_logs_metrics_and_evaluation_are_those_of_the_union(module_class: type[Logs], options: dict[str, Any]) -> None:
@@ -470,6 +470,14 @@ class CombinedValidation(UnevenNet):
         pass
 
 
+class Uncounted(UnevenNet):
+    """A batch without samples, on one rank."""
+
+    def train_dataloader(self) -> Any:
+        batches = [make_batch(rank(), index) for index in range(3)]
+        return batches[:1] + [{"text": "a"}] * 2 if rank() == 1 else batches
+
+
 def wrong_setups() -> list[str]:
     messages = []
     for module_class, strategy, used in (
@@ -482,6 +490,8 @@ def wrong_setups() -> list[str]:
         (UnevenNet, "ddp", [UnevenInputs()]),
         (UnevenNet, {"gradient_weighting": "samples"}, [UnevenInputs()]),
         (RawBackward, {"gradient_weighting": "samples"}, []),
+        (Uncounted, {"gradient_weighting": "samples"}, []),
+        (Uncounted, "ddp_hooks", [UnevenInputs(divisor="samples")]),
     ):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             make_trainer(copy.deepcopy(strategy), **{**EXACT, "callbacks": used}).fit(make_module(module_class))
@@ -493,7 +503,11 @@ def test_what_is_not_supported_raises_by_name_on_all_ranks() -> None:
     for wrong in ({"policy": "skip"}, {"divisor": "batches"}):
         with pytest.raises(ValueError, match="Expected `"):
             UnevenInputs(**wrong)  # type: ignore[arg-type]
-    for messages in run_ranks(wrong_setups, world_size=WORLD):
+    for index, messages in enumerate(run_ranks(wrong_setups, world_size=WORLD)):
+        for number, setting in ((9, '`gradient_weighting="samples"`'), (10, '`UnevenInputs(divisor="samples")`')):
+            told = f"{setting} needs the number of samples of each batch" if index == 1 else "on "
+            assert told in messages[number]
+            assert "cannot be counted" in messages[number] or index == 1
         assert "one training dataloader, got 2" in messages[0]
         assert "training_step(self, dataloader_iter)" in messages[1]
         assert "sync_dist_group" in messages[2]

@@ -81,11 +81,14 @@ class PositionStream(Position):
 class UnionOfShards:
     """For each step the batches that the ranks have in it."""
 
-    def __init__(self, shards: Sequence[Shard], stop: bool = False) -> None:
+    def __init__(self, shards: Sequence[Shard], stop: bool = False, window: int = 1) -> None:
         count = (min if stop else max)(map(len, shards))
         self.steps = [
             {"parts": [shard.batches[index] for shard in shards if index < len(shard)]} for index in range(count)
         ]
+        if window > 1:  # the batches of a whole accumulation window
+            windows = [self.steps[start : start + window] for start in range(0, count, window)]
+            self.steps = [{"parts": [part for step in steps for part in step["parts"]]} for steps in windows]
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -104,6 +107,7 @@ class UnevenNet(Net):
         kind: wraps a rank's shard.
         divisor: as in `UnevenInputs`, for the single process.
         stop: end with the shortest shard.
+        window: of accumulation; the single process takes all its batches in one step.
     """
 
     counts: ClassVar[Sequence[int]] = COUNTS[0]
@@ -112,11 +116,12 @@ class UnevenNet(Net):
     kind: ClassVar[Callable[[Any], Any]] = staticmethod(lambda shard: shard)
     divisor: ClassVar[str] = "active"
     stop: ClassVar[bool] = False
+    window: ClassVar[int] = 1
 
     def loader(self, counts: Sequence[int], offset: int = 0, stop: bool = False) -> Any:
         shards = [Shard(owner + offset, count, self.sizes) for owner, count in enumerate(counts)]
         if self.trainer.world_size == 1:
-            return UnionOfShards(shards, stop)
+            return UnionOfShards(shards, stop, self.window)
         return type(self).kind(shards[rank()])
 
     def train_dataloader(self) -> Any:
@@ -149,8 +154,9 @@ def fit_union(module_class: type[LightningModule], options: Mapping[str, Any]) -
     """Fit in this process alone."""
     assert "WORLD_SIZE" not in os.environ
     torch.manual_seed(0)
-    module = module_class()
-    make_trainer("auto", **{**EXACT, **options, "devices": 1}).fit(module)
+    module: Any = module_class()
+    options = {**EXACT, **options, "devices": 1}
+    make_trainer("auto", **options | ({"accumulate_grad_batches": 1} if module.window > 1 else {})).fit(module)
     return state_of(module)
 
 

@@ -27,11 +27,14 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.health.metric_states import gather_states
 from lightning_ddp_hooks.join.agreement import DIVISORS, Divisor, Step, StepAgreement, active_text
 from lightning_ddp_hooks.join.data import emptied, remove_padding
 from lightning_ddp_hooks.join.loader import Announcement, JoinLoader, LoaderContext, StatefulJoinLoader
+from lightning_ddp_hooks.join.samples import sample_counter
 from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
 from lightning_ddp_hooks.lightning.uneven.collectives import gathered, neutral, op_name, reduced
 from lightning_ddp_hooks.lightning.uneven.logs import apply_record, mask_logs, record_step, undoing_effects
@@ -72,6 +75,7 @@ class Inputs:
     def __init__(self) -> None:
         self.settings: UnevenSettings | None = None  # of the callback, if there is one
         self.logging: LoggingCheck | None = None
+        self._undo_gathering: Callable[[], None] | None = None
         self._inside: Step | None = None
 
     def start(self, settings: UnevenSettings, trainer: pl.Trainer) -> None:
@@ -89,6 +93,21 @@ class Inputs:
         self._now: dict[bool, Step | None] = {True: None, False: None}
         self._loader: JoinLoader | None = None
         self.settings = settings
+        self._gather_metrics()
+
+    def check_logging(self, logging: LoggingCheck) -> None:
+        """Compare from now on what ranks log."""
+        self.logging = logging
+        self._gather_metrics()
+
+    def _gather_metrics(self) -> None:
+        if self._undo_gathering is None:
+            self._undo_gathering = _compat.gather_metrics_by(self._gather)
+
+    def _gather(self, metric: Metric, group: comm.ProcessGroup | None) -> None:
+        if self.logging is not None and group is None:
+            self.logging.agree_on_metric(metric)
+        gather_states(metric, group)
 
     @property
     def uneven(self) -> bool:
@@ -141,11 +160,12 @@ class Inputs:
                 "batches it takes. Take a batch instead."
             )
         self._queues[training].clear()
+        count = sample_counter(module, '`UnevenInputs(divisor="samples")`')
         context = LoaderContext(
             agreement=self._agreement,
             group=self._group,
             announce=self._queues[training].append,
-            samples=_compat.samples_in if training and settings.divisor == "samples" else None,
+            samples=count if training and settings.divisor == "samples" else None,
             stop_at_shortest=training and settings.policy == "stop",
             keep_batches=lambda: training and not module.automatic_optimization,
             limit=limit if isinstance(limit, int) and not isinstance(limit, bool) else None,
@@ -281,6 +301,11 @@ class Inputs:
             return 1.0
         return step.loss_factor(self.settings.divisor)
 
+    def held(self) -> int:
+        """Return how much the step at hand weighs among those of an accumulation window."""
+        step = None if self.settings is None else self._now[True]
+        return 1 if self.settings is None or step is None else step.held(self.settings.divisor)
+
     def place(self) -> Place:
         """Tell from where a collective or a log is called."""
         if self._inside is not None:
@@ -371,6 +396,9 @@ class Inputs:
 
     def close(self, *, failed: bool) -> None:
         """End the run, and free the groups; after an error those that can be, when other ranks may be stuck."""
+        if self._undo_gathering is not None:
+            self._undo_gathering()
+            self._undo_gathering = None
         if self.logging is not None:
             self.logging.close(failed=failed)
         if self.settings is not None:

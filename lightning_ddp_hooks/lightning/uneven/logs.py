@@ -1,7 +1,7 @@
 """Logs and metrics in the tail: a joined rank has nothing to add, but must have the same entries as the others.
 
-At the end of an epoch all ranks reduce logged values and metrics' states one by one; a rank that lacks an entry, since
-it never ran a step, would leave the others waiting. So after each step in the tail the lowest active rank sends its
+At the end of an epoch all ranks reduce logged values one by one; a rank that lacks an entry, since it never ran a step,
+would leave the others waiting. So after each step in the tail the lowest active rank sends its
 entries to the joined ones, which add them with weight 0. Values of the step itself are copied, for rank 0 to show.
 """
 
@@ -47,7 +47,7 @@ class StepRecord:
 
     output: Any  # without samples
     entries: list[LogEntry]
-    list_states: dict[str, dict[str, Tensor]]  # of metrics: by module and name an empty tensor of the right kind
+    updated: list[str]  # the metrics that hold something, by their modules' names
     problem: str | None = None  # the message with which all ranks raise
 
 
@@ -68,30 +68,20 @@ def record_step(trainer: pl.Trainer, name: str, output: Any) -> StepRecord:
         value = cache.detach().cpu() if isinstance(cache, Tensor) else None
         dtype = result.value.dtype if result.is_tensor else None
         entries.append(LogEntry(key, name, arguments, meta.dataloader_idx, dtype, value))
-    states = {
-        path: {
-            state: emptied(values[0]).cpu()
-            for state, values in _compat.list_states(metric).items()
-            if values and isinstance(values[0], Tensor)
-        }
-        for path, metric in _metrics(trainer.lightning_module)
-    }
+    updated = [path for path, metric in _metrics(trainer.lightning_module) if metric.update_called]
     output = on_cpu(emptied(output))
     try:
         pickle.dumps(output)
     except Exception:  # an output of the user's own kind; nothing but the loss in it matters, and that is 0
         output = None
-    return StepRecord(output, entries, states, problem)
+    return StepRecord(output, entries, updated, problem)
 
 
 def apply_record(trainer: pl.Trainer, record: StepRecord) -> None:
     """Make the logged entries of a step on a rank that did not run it."""
     module = trainer.lightning_module
-    for path, lists in record.list_states.items():
-        own = _compat.list_states(module.get_submodule(path))
-        for state, empty in lists.items():
-            if not own[state]:
-                own[state].append(empty.to(module.device))
+    for path in record.updated:
+        _compat.forget_computed(module.get_submodule(path))
     results = _compat.logged_results(trainer)
     before = results.dataloader_idx
     for entry in record.entries:
