@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -25,6 +26,7 @@ from lightning_ddp_hooks.join.context import (
 )
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.run import TrainingRun
+from lightning_ddp_hooks.weak import weakly
 
 _P = ParamSpec("_P")
 _ON_ITS_DEVICE = "put the module on its device before, as in `DataParallel(module.to(device))`, and the batches too"
@@ -118,7 +120,12 @@ class DataParallel(nn.Module, Joinable):
         raise_on_conflict(settings.in_fit())
         self.module = module
         # Without a clock of the user's, hooks see the number of synchronised backwards.
+        self._by_world_size = True
         self._run = TrainingRun(module, settings, process_group=process_group, step=None)
+        self.reducer.on_backward_begin = weakly(self._announce_backward)
+        # Whoever lets go of the wrapper lets go of its hooks, buckets and groups, and may wrap the module anew.
+        self._closing = weakref.finalize(self, self._run.close)
+        self._closing.atexit = False
 
     @property
     def reducer(self) -> Reducer:
@@ -189,16 +196,14 @@ class DataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what this rank does once it has run out of data; for `Join`, with the argument of `join`."""
-        by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-
-        def announce_backward() -> None:
-            event = Join.notify(self, BACKWARD, wait=not by_world_size)
-            if event is not None and not by_world_size:
-                self.reducer.set_divisor(len(event.active))
-
+        self._by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         self.reducer.finalize_pending_backward()
-        self.reducer.on_backward_begin = announce_backward
-        return DataParallelJoinHook(self.module, self.reducer, divide_by_initial_world_size=by_world_size)
+        return DataParallelJoinHook(self.module, self.reducer, divide_by_initial_world_size=self._by_world_size)
+
+    def _announce_backward(self) -> None:
+        event = Join.notify(self, BACKWARD, wait=not self._by_world_size)
+        if event is not None and not self._by_world_size:
+            self.reducer.set_divisor(len(event.active))
 
     def _announce_forward(self) -> int:
         """Tell joined ranks of this forward; return the rank whose buffers it begins with."""
@@ -231,5 +236,5 @@ class DataParallel(nn.Module, Joinable):
 
     def detach(self) -> nn.Module:
         """Remove all hooks, free buckets and groups, and return the module."""
-        self._run.close()
+        self._closing()
         return self.module

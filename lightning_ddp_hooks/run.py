@@ -38,6 +38,7 @@ from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 from lightning_ddp_hooks.run_hook import RunHook
+from lightning_ddp_hooks.weak import weakly
 
 
 class SkipStepError(Exception):
@@ -89,7 +90,7 @@ class TrainingRun:
             timeout=settings.timeout,
             agree_on={**settings.to_agree_on(), **(agree_on or {})},
         )
-        self.reducer.on_backward_begin = self._begin_backward
+        self.reducer.on_backward_begin = weakly(self._begin_backward)
         watches = settings.detect_nonfinite and scaler is None
         self._nonfinite = self.reducer.nonfinite = NonfiniteGuard(self.reducer.control_group) if watches else None
         self.weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
@@ -99,7 +100,7 @@ class TrainingRun:
             if clock is not None:  # in the user's own loop each backward that reduces gradients leads to a step
                 self._at_close.enter_context(self.driver.stepping())
                 self._at_close.enter_context(self.driver.overlapping())
-        self.hook = RunHook(self.reducer, self.driver, scaler, restored, lambda: self.step, warn)
+        self.hook = RunHook(self.reducer, self.driver, scaler, restored, weakly(self._coming_step), warn)
         try:
             if settings.hook is not None:
                 self.hook.install(settings.hook)
@@ -226,6 +227,9 @@ class TrainingRun:
     def step(self) -> int:
         """The training step that comes next."""
         return self.reducer.synced_backwards if self._step is None else self._step
+
+    def _coming_step(self) -> int:
+        return self.step
 
     @step.setter
     def step(self, step: int) -> None:

@@ -242,7 +242,6 @@ class DataParallelJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the final model from the lowest of the last joiners."""
         reducer = self._reducer
-        reducer.on_backward_begin = None
         reducer.set_divisor(reducer.world_size)
         source = post_row((is_last_joiner,), reducer.control_group).wait().index([1])
         broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)

@@ -27,6 +27,7 @@ from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters, check_parameters, claim, release, require_free
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.reducer.synced_backwards import SyncedBackwards
+from lightning_ddp_hooks.weak import weakly
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
@@ -86,7 +87,9 @@ class Reducer(SyncedBackwards):
 
         self.buffers = Buffers(module, ignored, self.group, broadcasts=self.config.broadcast_buffers)
         may_miss = policy is not UnusedPolicy.FORBIDDEN
-        self._parameters = WatchedParameters(module, ignored, keeps_frozen=may_miss, on_unfrozen=self._unfrozen_ready)
+        self._parameters = WatchedParameters(
+            module, ignored, keeps_frozen=may_miss, on_unfrozen=weakly(self._unfrozen_ready)
+        )
         tensors: list[tuple[str, Tensor]] = list(self._parameters.named())
         if self.config.broadcast_buffers:
             tensors += [(name, b) for name, b in module.named_buffers() if name not in ignored]
