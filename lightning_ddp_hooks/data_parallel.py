@@ -207,13 +207,14 @@ class DataParallel(nn.Module, Joinable):
 
     def _announce_forward(self) -> int:
         """Tell joined ranks of this forward; return the rank whose buffers it begins with."""
-        if self._join is None or not torch.is_grad_enabled():
+        if self._join is None:
             return 0
         if self.reducer.buffers.refresh_due:
             event = Join.notify(self, FORWARD_WITH_BUFFERS, wait=True)
             assert event is not None
             return event.active[0]
-        Join.notify(self, FORWARD)
+        if torch.is_grad_enabled():
+            Join.notify(self, FORWARD)
         return 0
 
     @property

@@ -164,6 +164,7 @@ class TrainingRun:
         reducer = self.reducer
         reducer.sync = self._sync and not self.trains_alone
         if reducer.sync:
+            reducer.buffers.changed()
             self._awaits_backward = True
             reducer.watch_backward_of(roots_in(output))
         if self._clock is not None and reducer.synced_backwards and not self._warned and not self.optimizers():
@@ -277,8 +278,10 @@ class TrainingRun:
         return bool(self.reducer.progress()[2]) or self._stepping
 
     def before_eval(self) -> None:
-        """Settle what is pending, and put the averaged model into the module; collective."""
+        """Settle what is pending, send buffers, and put the averaged model into the module; collective."""
         self.reducer.settle_status()
+        if self.reducer.buffers.refresh_due:
+            self.reducer.buffers.refresh()
         if self.averaging is not None:
             self.averaging.before_eval()
 

@@ -243,5 +243,6 @@ class DataParallelJoinHook(JoinHook):
         """Take the final model from the lowest of the last joiners."""
         reducer = self._reducer
         reducer.set_divisor(reducer.world_size)
+        reducer.buffers.changed()  # on all ranks alike
         source = post_row((is_last_joiner,), reducer.control_group).wait().index([1])
         broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)

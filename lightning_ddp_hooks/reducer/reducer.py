@@ -90,12 +90,10 @@ class Reducer(SyncedBackwards):
         self._parameters = WatchedParameters(
             module, ignored, keeps_frozen=may_miss, on_unfrozen=weakly(self._unfrozen_ready)
         )
-        tensors: list[tuple[str, Tensor]] = list(self._parameters.named())
-        if self.config.broadcast_buffers:
-            tensors += [(name, b) for name, b in module.named_buffers() if name not in ignored]
+        tensors: list[tuple[str, Tensor]] = [*self._parameters.named(), *self.buffers.named().items()]
         check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
         make_engine = engine_factory_on_all_ranks(self.config.reducer_backend, self.control_group)
-        broadcast_tensors([*(param for _, param in self._parameters.named()), *self.buffers.now()], self.group)
+        broadcast_tensors([*(param for _, param in self._parameters.named()), *self.buffers.named().values()], self.group)
 
         super().__init__()
         self.failed = False
@@ -109,6 +107,7 @@ class Reducer(SyncedBackwards):
             self._manager,
             self._in_flight,
             self._parameters,
+            self.buffers,
             self.group,
             self.control_group,
             policy=policy,

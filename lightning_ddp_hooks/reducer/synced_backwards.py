@@ -17,7 +17,6 @@ from lightning_ddp_hooks.reducer.backend import Engine
 from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
-from lightning_ddp_hooks.reducer.module_sync import Buffers
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters
 
 
@@ -35,7 +34,6 @@ class SyncedBackwards:
     world_size: int
     group: comm.ProcessGroup
     control_group: comm.ProcessGroup
-    buffers: Buffers
     _parameters: WatchedParameters
     _in_flight: InFlightBuckets
     _manager: BucketManager
@@ -134,7 +132,6 @@ class SyncedBackwards:
         self.forget_use()
         self._aborted = None
         self.synced_backwards += 1
-        self.buffers.changed()
         self.skip_step = resolution.skip_step
         if resolution.discard and not keeps_gradients:
             for param in self._parameters.params:
