@@ -93,7 +93,7 @@ class Reducer(SyncedBackwards):
         tensors: list[tuple[str, Tensor]] = [*self._parameters.named(), *self.buffers.named().items()]
         check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
         make_engine = engine_factory_on_all_ranks(self.config.reducer_backend, self.control_group)
-        broadcast_tensors([*(param for _, param in self._parameters.named()), *self.buffers.named().values()], self.group)
+        self.send_model()
 
         super().__init__()
         self.failed = False
@@ -249,19 +249,33 @@ class Reducer(SyncedBackwards):
         finally:
             self._end.shadowing = False
 
-    def shadow_backward(self) -> None:
-        """Do this rank's part of one synced backward of the others, with zeros or with what was accumulated."""
+    def shadow_backward(self, *, holds: bool) -> None:
+        """Do this rank's part of one synced backward of the others, with zeros or with what was accumulated.
+
+        Args:
+            holds: Whether the others add to what the last synced backward has left in ``.grad``.
+        """
         self.finalize_pending_backward()
-        if not self.had_gradient():
+        if not (holds or self.had_gradient()):
             for param in self.params:
                 param.grad = None  # of a step long done
         with self.shadowing():
             self._open()
             self._finish()
 
+    def used(self) -> bytes:
+        """Return one byte for each parameter: 1 if it got a gradient since the last synced backward, else 0."""
+        return self._engine.used()
+
     def had_gradient(self) -> bool:
         """Tell whether this rank got a gradient since the last synced backward."""
         return any(self._engine.used())
+
+    def send_model(self, source: int = 0) -> None:
+        """Give all ranks the parameters and buffers of one; collective."""
+        tensors = [param for _, param in self._parameters.named()]
+        broadcast_tensors([*tensors, *self.buffers.to_send()], self.group, source)
+        self.buffers.changed()  # on all ranks alike
 
     @property
     def divisor(self) -> float:

@@ -25,6 +25,7 @@ class SyncedBackwards:
 
     Attributes:
         on_backward_begin: Called when a synced backward begins.
+        on_backward_end: Called when a synced backward has ended without an error.
         synced_backwards: Number of synced backwards that have ended.
         skip_step: Whether all ranks are to skip the step of the last backward.
         aborted_work: Whether collectives were begun that nobody waits for any more.
@@ -41,6 +42,7 @@ class SyncedBackwards:
 
     def __init__(self) -> None:
         self.on_backward_begin: Callable[[], None] | None = None
+        self.on_backward_end: Callable[[], None] | None = None
         self.synced_backwards = 0
         self.skip_step = False
         self.aborted_work = False
@@ -148,6 +150,8 @@ class SyncedBackwards:
             self._manager.restart()
         elif recorded and not resolution.discard:
             self._manager.conclude(own_fired, self.group, self.control_group)
+        if self.on_backward_end is not None:
+            self.on_backward_end()
 
     def _note_unusable(self, error: str) -> None:
         if self.world_size > 1:  # one rank alone cannot part ways with anybody
