@@ -33,7 +33,9 @@ COLLECTIVES: dict[str, tuple[float, Callable[[Tensor, Tensor, Any], Any]]] = {
 }
 
 
-def measure(rank: Rank, names: list[str], sizes: list[int], blocks: int) -> dict[tuple[str, int], dict[str, list[float]]]:
+def measure(
+    rank: Rank, names: list[str], sizes: list[int], blocks: int
+) -> dict[tuple[str, int], dict[str, list[float]]]:
     """Return the seconds of a call for each collective, size and way, one for each block, on the slowest rank."""
     group = dist.new_group(backend="shm")
     backend = group._get_backend(torch.device("cpu"))
@@ -74,7 +76,14 @@ def main() -> None:
     parser.add_argument("--output", choices=["text", "markdown"], default="text")
     args = parser.parse_args()
     results = run_ranks(measure, args.collectives, args.sizes, args.blocks, world_size=args.world_size, device="cpu")
-    header = ["collective", "bytes", *(f"{way}, us" for way in WAYS), "gloo / shm", "gloo / in place", "in place / memcpy"]
+    header = [
+        "collective",
+        "bytes",
+        *(f"{way}, us" for way in WAYS),
+        "gloo / shm",
+        "gloo / in place",
+        "in place / memcpy",
+    ]
     rows = []
     for (name, size), times in results[0].items():
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -14,17 +15,18 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
-from lightning_ddp_hooks.join.context import (
+from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
+from lightning_ddp_hooks.join.data_parallel import (
     BACKWARD,
+    BUFFERS,
     FORWARD,
-    FORWARD_WITH_BUFFERS,
+    KINDS,
     DataParallelJoinHook,
-    Join,
-    Joinable,
-    JoinHook,
+    HeldGradients,
 )
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.run import TrainingRun
+from lightning_ddp_hooks.weak import weakly
 
 _P = ParamSpec("_P")
 _ON_ITS_DEVICE = "put the module on its device before, as in `DataParallel(module.to(device))`, and the batches too"
@@ -97,6 +99,8 @@ class DataParallel(nn.Module, Joinable):
     https://arxiv.org/abs/2006.15704.
     """
 
+    join_kinds = KINDS
+
     @_refuse_torchs_own
     def __init__(
         self,
@@ -119,6 +123,13 @@ class DataParallel(nn.Module, Joinable):
         self.module = module
         # Without a clock of the user's, hooks see the number of synchronised backwards.
         self._run = TrainingRun(module, settings, process_group=process_group, step=None)
+        self._by_world_size = True
+        self._held: HeldGradients | None = None
+        self.reducer.on_backward_begin = weakly(self._announce_backward)
+        self.reducer.on_backward_end = weakly(self._note_backward)
+        # Whoever lets go of the wrapper lets go of its hooks, buckets and groups, and may wrap the module anew.
+        self._closing = weakref.finalize(self, self._run.close)
+        self._closing.atexit = False
 
     @property
     def reducer(self) -> Reducer:
@@ -197,28 +208,37 @@ class DataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what this rank does once it has run out of data; for `Join`, with the arguments of `join`."""
-        by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        self.reducer.finalize_pending_backward()
+        self._held = HeldGradients(self.reducer)
+        return DataParallelJoinHook(
+            self.reducer,
+            self._held,
+            divide_by_initial_world_size=self._by_world_size,
+            scaler=kwargs.get("scaler"),
+        )
 
-        def announce_backward() -> None:
-            event = Join.notify(self, BACKWARD, wait=not by_world_size)
-            if event is not None and not by_world_size:
+    def _announce_backward(self) -> None:
+        if self._join is not None and self._held is not None:
+            event = Join.notify(self, BACKWARD, detail=self._held.look())
+            if event is not None and not self._by_world_size:
                 self.reducer.set_divisor(len(event.active))
 
-        self.reducer.finalize_pending_backward()
-        self.reducer.on_backward_begin = announce_backward
-        return DataParallelJoinHook(
-            self.module, self.reducer, divide_by_initial_world_size=by_world_size, scaler=kwargs.get("scaler")
-        )
+    def _note_backward(self) -> None:
+        if self._join is not None and self._held is not None:
+            self._held.note()
 
     def _announce_forward(self) -> int:
         """Tell joined ranks of this forward; return the rank whose buffers it begins with."""
-        if self._join is None or not torch.is_grad_enabled():
+        if self._join is None or self._held is None:
             return 0
+        self._held.look()
         if self.reducer.buffers.refresh_due:
-            event = Join.notify(self, FORWARD_WITH_BUFFERS, wait=True)
+            event = Join.notify(self, BUFFERS)
             assert event is not None
             return event.active[0]
-        Join.notify(self, FORWARD)
+        if self._join.throws and torch.is_grad_enabled():
+            Join.notify(self, FORWARD)
         return 0
 
     @property
@@ -241,5 +261,5 @@ class DataParallel(nn.Module, Joinable):
 
     def detach(self) -> nn.Module:
         """Remove all hooks, free buckets and groups, and return the module."""
-        self._run.close()
+        self._closing()
         return self.module

@@ -40,6 +40,7 @@ from lightning_ddp_hooks.reducer.autograd_hooks import roots_in
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.weights import SampleWeights
 from lightning_ddp_hooks.run_hook import RunHook
+from lightning_ddp_hooks.weak import weakly
 
 
 class SkipStepError(Exception):
@@ -91,7 +92,7 @@ class TrainingRun:
             timeout=settings.timeout,
             agree_on={**settings.to_agree_on(), "precision's scaler": scaler_text(scaler), **(agree_on or {})},
         )
-        self.reducer.on_backward_begin = self._begin_backward
+        self.reducer.on_backward_begin = weakly(self._begin_backward)
         watches = settings.detect_nonfinite and scaler is None
         self._nonfinite = self.reducer.nonfinite = NonfiniteGuard(self.reducer.control_group) if watches else None
         self.weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
@@ -101,11 +102,11 @@ class TrainingRun:
             if clock is not None:  # in the user's own loop each backward that reduces gradients leads to a step
                 self._at_close.enter_context(self.driver.stepping())
                 self._at_close.enter_context(self.driver.overlapping())
-        self.hook = RunHook(self.reducer, self.driver, scaler, restored, lambda: self.step, warn)
+        self.hook = RunHook(self.reducer, self.driver, scaler, restored, weakly(self._coming_step), warn)
         self._scale: SharedScale | None = None
         if scaler is not None:
             self._scale = SharedScale(scaler, self.reducer.parent_group)
-            self._scale.watch(lambda: self._gradients_differ)
+            self._scale.watch(weakly(self._gradients_differ))
             self._restore_scale(restored)
         try:
             if settings.hook is not None:
@@ -176,6 +177,7 @@ class TrainingRun:
         reducer = self.reducer
         reducer.sync = self._sync and not self.trains_alone
         if reducer.sync:
+            reducer.buffers.changed()
             self._awaits_backward = True
             reducer.watch_backward_of(roots_in(output))
         if self._clock is not None and reducer.synced_backwards and not self._warned and not self.optimizers():
@@ -188,7 +190,6 @@ class TrainingRun:
         """Whether gradients are not exchanged in this step: the averager has taken over."""
         return self.averaging is not None and not self.averaging.syncs_gradients()
 
-    @property
     def _gradients_differ(self) -> bool:
         """Whether ranks step by different gradients in this step, as far as hook and averager say."""
         hook = self.hook.declared
@@ -248,6 +249,9 @@ class TrainingRun:
         """The training step that comes next."""
         return self.reducer.synced_backwards if self._step is None else self._step
 
+    def _coming_step(self) -> int:
+        return self.step
+
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
@@ -294,8 +298,10 @@ class TrainingRun:
         return bool(self.reducer.progress()[2]) or self._stepping
 
     def before_eval(self) -> None:
-        """Settle what is pending, and put the averaged model into the module; collective."""
+        """Settle what is pending, send buffers, and put the averaged model into the module; collective."""
         self.reducer.settle_status()
+        if self.reducer.buffers.refresh_due:
+            self.reducer.buffers.refresh()
         if self.averaging is not None:
             self.averaging.before_eval()
 

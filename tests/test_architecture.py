@@ -28,7 +28,7 @@ LAYERS = [
     ["reducer", "health"],
     ["advisor", "monitor"],
     ["comm"],
-    ["traffic"],
+    ["traffic", "weak"],
     ["_compat"],
 ]
 MAY_IMPORT_LIGHTNING = {"cli", "lightning", "callbacks", "_compat"}

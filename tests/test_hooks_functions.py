@@ -446,11 +446,20 @@ def divide_by_something_else() -> dict[str, Tensor]:
         "torch's, in our wrapper": TorchHook(hook=ldh_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
         "ours": TorchHook(hook=ldh_hooks.allreduce_hook),
         "ours, in our wrapper": TorchHook(hook=ldh_hooks.fp16_compress_wrapper(ldh_hooks.allreduce_hook)),
-        "a user's that reads it": TorchHook(hook=sum_by_divisor, reads_divisor=True),
+        "a user's that reads it": TorchHook(hook=sum_by_divisor),
+        "a user's that does not": TorchHook(hook=sum_by_world_size),
+        "partials": TorchHook(hook=functools.partial(ldh_hooks.fp16_compress_hook)),
+        "a lambda around ours": TorchHook(hook=lambda state, bucket: ldh_hooks.allreduce_hook(state, bucket)),
+        "cast": Cast((None, sum_by_divisor), "float16"),
+        "by parameter": ldh_hooks.PerParameter([], default=(None, sum_by_divisor)),
         "declared": Cast("fp16"),
         "powersgd": ldh_hooks.PowerSGD(rank=1, start_iter=0),
     }
     return {name: Rig(hook, [(4, 8)]).step([torch.ones(4, 8)], divisor=1.0)[0] for name, hook in hooks.items()}
+
+
+def sum_by_world_size(_: Any, bucket: Any) -> Any:
+    return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
 
 
 def sum_by_divisor(_: Any, bucket: Any) -> Any:

@@ -74,7 +74,11 @@ def _random_collective(rng: random.Random, group: Any) -> Collective:
     if kind == "broadcast":
         return [], [_values(rng, numel, dtype, group)], lambda i, o, g: dist.broadcast(o[0], root, group=g, **async_op)
     if kind == "all_gather":
-        return [_values(rng, numel, dtype, group)], many(), lambda i, o, g: dist.all_gather(o, i[0], group=g, **async_op)
+        return (
+            [_values(rng, numel, dtype, group)],
+            many(),
+            lambda i, o, g: dist.all_gather(o, i[0], group=g, **async_op),
+        )
     if kind == "into":
         output = _values(rng, numel * size, dtype, group)
         run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -236,7 +240,9 @@ def test_wrong_arguments_raise_at_once_and_do_no_harm() -> None:
 
 def _different_collectives() -> None:
     group = _shm()
-    with pytest.raises(dist.DistBackendError, match="rank 0 began an all-reduce of float32 .sum. of 8 bytes, rank 1 a broad"):
+    with pytest.raises(
+        dist.DistBackendError, match="rank 0 began an all-reduce of float32 .sum. of 8 bytes, rank 1 a broad"
+    ):
         if dist.get_rank() == 0:
             dist.all_reduce(torch.zeros(2), group=group)
         else:
@@ -336,7 +342,9 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 
 def _forked() -> None:
     group = _shm()
-    memory = group._get_backend(torch.device("cpu")).allocate_tensor(1_000_000, dtype=torch.float32, device=torch.device("cpu"))
+    memory = group._get_backend(torch.device("cpu")).allocate_tensor(
+        1_000_000, dtype=torch.float32, device=torch.device("cpu")
+    )
     memory.fill_(1.0)
     child = os.fork()
     if child == 0:

@@ -56,6 +56,11 @@ def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[objec
     return stack
 
 
+def memory_and_version(tensor: Tensor | None) -> tuple[int, int] | None:
+    """Return where a dense tensor lies and how often it was written, by which a change shows; None for others."""
+    return None if tensor is None or tensor.layout is not torch.strided else (tensor.data_ptr(), tensor._version)
+
+
 # Older torch takes one tensor at a time, under this name.
 _PRESERVES_SEVERAL = "tensor" not in inspect.signature(grad_mode._unsafe_preserve_version_counter.__init__).parameters
 

@@ -243,7 +243,6 @@ def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
         return then(copy_back)
 
     shown = str(dtype).removeprefix("torch.")
-    wrapped.__module__ = getattr(hook, "__module__", __name__)  # it reads the divisor if the hook inside does
     wrapped.__name__ = f"{shown}_{getattr(hook, '__name__', 'hook')}"
     wrapped.__qualname__ = f"{shown}({hook_name(hook)})"
     return wrapped

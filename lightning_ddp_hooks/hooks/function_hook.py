@@ -30,7 +30,9 @@ _STATELESS = _ONE_COLLECTIVE | _QUANTIZATION
 class TorchHook(CommHook):
     """A function by torch's contract, ``hook(state, bucket) -> Future[Tensor] | Tensor``.
 
-    The gradients in the bucket are not divided. The function may be a partial, a lambda, a method or a callable object.
+    The gradients in the bucket are to be divided by the number of ranks, which is ``bucket.divisor`` too: where fewer
+    ranks share a sum (`DataParallel.join`), they come multiplied accordingly. The function may be a partial, a lambda,
+    a method or a callable object.
 
     Args:
         hook: Function; see https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
@@ -38,9 +40,6 @@ class TorchHook(CommHook):
         one_at_a_time: Start a bucket only when the one before it is done. None decides: False for those of torch's
             hooks that issue one collective, else True, since collectives from completion callbacks (torch's PowerSGD)
             mix up ranks when several buckets are in flight.
-        reads_divisor: Whether the function divides by ``bucket.divisor`` and not by the number of ranks, which differ
-            under `DataParallel.join` only; the result of one that does not is rescaled then. None decides: True for our
-            functions, else False.
 
     Raises:
         TypeError: ``hook`` is not callable.
@@ -53,12 +52,11 @@ class TorchHook(CommHook):
     hook: HookFunction
     state: Any = None
     one_at_a_time: bool | None = None
-    reads_divisor: bool | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.hook):
             raise TypeError(f"Expected a callable hook(state, bucket), got {type(self.hook).__name__}.")
-        require_types(self, flags=("one_at_a_time", "reads_divisor"))
+        require_types(self, flags=("one_at_a_time",))
 
     def replicas_differ_from(self) -> int | None:
         """Return None for functions of torch and of this package that give all ranks the same; 0 for unknown ones."""
@@ -72,8 +70,7 @@ class TorchHook(CommHook):
         serial, ours = self.one_at_a_time, self._is_from("lightning_ddp_hooks")
         if serial is None:  # torch's hooks of the other names issue a second collective from a callback
             serial = not self._is_named(*_ONE_COLLECTIVE, *((*_QUANTIZATION, "post_local_sgd_hook") if ours else ()))
-        reads = ours if self.reads_divisor is None else self.reads_divisor
-        bound = _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
+        bound = _BoundFunction(self.hook, self.state, serial, float(context.world_size))
         bound.keeps_state = not self._is_named(*_STATELESS)
         return bound
 
@@ -87,30 +84,27 @@ class TorchHook(CommHook):
 
 
 class _BoundFunction(BoundHook):
-    def __init__(self, hook: HookFunction, state: Any, one_at_a_time: bool, divided_by: float | None) -> None:
+    def __init__(self, hook: HookFunction, state: Any, one_at_a_time: bool, world_size: float) -> None:
         self.name = hook_name(hook)
         self.one_at_a_time = one_at_a_time
         # Where a user's function that is being compiled runs the backward, Dynamo would compile the hook, too.
         self._call = torch.compiler.disable(lambda bucket: hook(state, bucket))
-        self._divided_by = divided_by  # None: by the bucket's divisor, as it should be
+        self._world_size = world_size
 
     def reduce(self, bucket: GradBucket) -> Phases:
+        if bucket.divisor != self._world_size:  # functions of torch divide by the number of ranks, whatever it says
+            bucket.buffer().mul_(self._world_size / bucket.divisor)
+            bucket.divisor = self._world_size
         returned = self._call(bucket)
         if isinstance(returned, Tensor):
-            return self._rescaled(bucket, check_result(self.name, bucket, returned))
+            return check_result(self.name, bucket, returned)
         if not hasattr(returned, "wait") and not hasattr(returned, "value"):
             check_result(self.name, bucket, returned)  # raises
         handle = _Handle(returned)
         yield requests.Wait(handle)
         # A Work says only that it is done; the values are where it was given them.
         done = handle.value is True
-        return self._rescaled(bucket, bucket.buffer() if done else check_result(self.name, bucket, handle.value))
-
-    def _rescaled(self, bucket: GradBucket, result: Tensor) -> Tensor:
-        """Divide by what the bucket says, where the function has divided by the number of ranks."""
-        if self._divided_by is not None and self._divided_by != bucket.divisor:
-            result.mul_(self._divided_by / bucket.divisor)
-        return result
+        return bucket.buffer() if done else check_result(self.name, bucket, handle.value)
 
 
 class _Handle:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.weak import weakly
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class PerBucket(Generic[T]):
     """
 
     def __init__(self, make: Callable[[GradBucket], T]) -> None:
-        self._make = make
+        self._make = weakly(make)
         self._kept: dict[int, tuple[tuple[str, ...], T]] = {}
         self._changed = False
         self._seen: set[int] = set()  # since the change

@@ -10,7 +10,6 @@ collectives and only its own hook runs, so that a joinable may have any number o
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,21 +18,26 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.averaging.loss_scale import follow_scale
-from lightning_ddp_hooks.join.agreement import PendingRows, active_text, post_row
-from lightning_ddp_hooks.reducer.module_sync import broadcast_tensors
-from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.join.agreement import active_text, post_row
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 
 _THROW_HINT = "Leave out `throw_on_early_termination` to have the others shadow what they do."
 
 
 @dataclass(frozen=True)
 class Event:
-    """One announcement: the ranks that made it, in ascending order, and what the joinable said about it."""
+    """One announcement: the ranks that made it, in ascending order, and what the joinable said about it.
+
+    Attributes:
+        active: Ranks that have data.
+        kind: Which of its collectives come; the same on all of them.
+        detail: What the lowest of them told besides.
+    """
 
     active: tuple[int, ...]
     kind: int
+    detail: int = 0
 
 
 class JoinHook:
@@ -66,8 +70,12 @@ class Joinable(ABC):
     """Something whose collectives can be shadowed.
 
     Before its collectives of an iteration it calls ``Join.notify(self)`` (or `Join.notify_join_context`).
+
+    Attributes:
+        join_kinds: What the kinds of its collectives are called in messages, by number.
     """
 
+    join_kinds: tuple[str, ...] = ("",)
     _join: Join | None = None
 
     @abstractmethod
@@ -131,7 +139,6 @@ class Join:
         self._parent = joinables[0].join_process_group
         self._hooks: list[JoinHook] = []
         self._group: comm.ProcessGroup | None = None
-        self._posted: list[PendingRows] = []
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> None:
@@ -139,34 +146,59 @@ class Join:
         Join.notify(joinable)
 
     @staticmethod
-    def notify(joinable: Joinable, kind: int = 0, *, wait: bool = False) -> Event | None:
-        """Announce that collectives of ``joinable`` come next; called on all active ranks alike.
+    def notify(joinable: Joinable, kind: int = 0, *, detail: int = 0) -> Event | None:
+        """Announce that collectives of ``joinable`` come next; called on all active ranks alike, which meet here.
 
         Args:
             joinable: Whose collectives they are.
             kind: A small number by which its hook tells different collectives apart; see `JoinHook.event`.
-            wait: Whether to find out which ranks are active.
+            detail: A number for hooks that shadow it; that of the lowest active rank counts.
 
         Returns:
-            The event if ``wait``, else None; None outside a context.
+            The event; None outside a context.
 
         Raises:
-            RuntimeError: Some rank has run out of data, with ``throw_on_early_termination``.
+            RuntimeError: Ranks announced different collectives, or some rank has run out of data, with
+                ``throw_on_early_termination``; on all ranks.
         """
         join = joinable._join
         if join is None:
             return None
         assert join._group is not None
-        posted = post_row((True, join._joinables.index(joinable), kind), join._group)
-        if not (wait or join._throw):
-            join._posted = [*(sent for sent in join._posted if not sent.work.is_completed()), posted]
-            return None
-        rows = posted.wait()
-        event, _ = _read(rows)
-        if join._throw and len(event.active) < len(rows):
+        event, _ = join._meet((True, join._joinables.index(joinable), kind, detail))
+        if join._throw and len(event.active) < comm.world_size(join._group):
             found = "Detected at least one rank that exhausted inputs. Throwing across all ranks"
             raise RuntimeError(f"{found}: {active_text(event.active)}. {_THROW_HINT}")
         return event
+
+    @property
+    def throws(self) -> bool:
+        """Whether all ranks raise as soon as one has run out."""
+        return self._throw
+
+    def _meet(self, row: tuple[int, ...]) -> tuple[Event, int]:
+        """Tell all ranks what comes on this one; return what does, and the position of the joinable; collective."""
+        assert self._group is not None
+        rows = post_row(row, self._group).wait()
+        active = [rank for rank, (is_active, *_) in enumerate(rows) if is_active]
+        if not active:
+            return Event((), 0), 0
+        by_what: dict[tuple[int, int], list[int]] = {}
+        for rank in active:
+            by_what.setdefault((rows[rank][1], rows[rank][2]), []).append(rank)
+        if len(by_what) > 1:
+            said = "; ".join(f"{ranks_text(ranks)}: {self._text(*what)}" for what, ranks in by_what.items())
+            raise RuntimeError(
+                f"Ranks announced different collectives ({said}): in a Join context all that have data communicate "
+                "in the same order."
+            )
+        _, index, kind, detail = rows[active[0]]
+        return Event(tuple(active), kind, detail), index
+
+    def _text(self, index: int, kind: int) -> str:
+        joinable = self._joinables[index]
+        name = joinable.join_kinds[kind] if kind < len(joinable.join_kinds) else f"kind {kind}"
+        return f"{name} of {type(joinable).__name__} (joinable {index})".removeprefix(" of ")
 
     def __enter__(self) -> Join:
         if self._enable:
@@ -191,7 +223,7 @@ class Join:
             return
         is_last_joiner = True
         while True:
-            event, index = _read(post_row((False, 0, 0), self._group).wait())
+            event, index = self._meet((False, 0, 0, 0))
             if not event.active:
                 break
             if self._throw:
@@ -203,71 +235,3 @@ class Join:
         for hook in self._hooks:
             hook.post_hook(is_last_joiner)
         comm.destroy_group(self._group)
-
-
-def _read(rows: list[list[int]]) -> tuple[Event, int]:
-    """Return the event, and the position of the joinable that announced it."""
-    active = tuple(rank for rank, (is_active, *_) in enumerate(rows) if is_active)
-    announced = {(index, kind) for is_active, index, kind in rows if is_active} or {(0, 0)}
-    if len(announced) > 1:
-        raise RuntimeError("Ranks announced different collectives: in a Join context all do the same in each step.")
-    index, kind = announced.pop()
-    return Event(active, kind), index
-
-
-FORWARD, FORWARD_WITH_BUFFERS, BACKWARD = range(3)
-"""The kinds of events of data parallelism. A backward under ``no_sync`` announces nothing."""
-
-
-class DataParallelJoinHook(JoinHook):
-    """Shadows the collectives of a data-parallel module, then takes over the final model."""
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        reducer: Reducer,
-        *,
-        divide_by_initial_world_size: bool,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        self._module = module
-        self._scaler = scaler
-        self._reducer = reducer
-        self._by_world_size = divide_by_initial_world_size
-
-    def before_shadowing(self) -> None:
-        """Bring this rank's last backward to its end."""
-        self._reducer.finalize_pending_backward()
-
-    def main_hook(self) -> None:
-        """Broadcast buffers, or reduce zeros through the registered hook."""
-        if self.event.kind == FORWARD_WITH_BUFFERS:
-            self._reducer.buffers.refresh(self.event.active[0])
-        elif self.event.kind == BACKWARD:
-            if not self._by_world_size:
-                self._reducer.set_divisor(len(self.event.active))
-            self._reducer.shadow_backward()
-
-    @torch.no_grad()
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the final model, and the scale of its loss, from the lowest of the last joiners."""
-        reducer = self._reducer
-        reducer.on_backward_begin = None
-        reducer.set_divisor(reducer.world_size)
-        last = post_row((is_last_joiner,), reducer.control_group).wait()
-        source = last.index([1])
-        broadcast_tensors([*self._module.parameters(), *self._module.buffers()], reducer.group, source)
-        if [0] in last:
-            follow_scale(self._scaler or _only_scaler(), is_last_joiner, reducer.control_group)
-
-
-def _only_scaler() -> torch.amp.GradScaler | None:
-    """Return the GradScaler of this process, if there is one and no other."""
-    found = _compat.grad_scalers()
-    if len(found) > 1:
-        warnings.warn(
-            f"There are {len(found)} GradScalers, and it is not known which of them scales this model's loss: give it, "
-            "as in `model.join(scaler=scaler)`, for ranks that ran out of data to go on with the others' scale.",
-            stacklevel=4,
-        )
-    return found[0] if len(found) == 1 else None

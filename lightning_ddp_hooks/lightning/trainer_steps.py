@@ -80,6 +80,8 @@ class TrainerSteps:
 
     def end(self, output: Any) -> Any:
         """Take what the user's step returned, and return what Lightning is to see; collective."""
+        if self._reducer.sync:
+            self._reducer.buffers.changed()
         if (tail := self._inputs.tail) is not None:
             self._reducer.buffers.refresh(tail.first)
         if self._manual:

@@ -40,6 +40,7 @@ class RankReport:
         structure: Digest of names, dtypes and shapes; empty unless the order is being recorded.
         problem: What this rank found wrong by itself.
         aborted: The exception that ended this rank's backward, in words; None if none did.
+        buffers_replaced: Whether a buffer is not what the ranks have agreed on.
     """
 
     missing: tuple[int, ...] = ()
@@ -52,6 +53,7 @@ class RankReport:
     structure: str = ""
     problem: str | None = None
     aborted: str | None = None
+    buffers_replaced: bool = False
 
 
 @dataclass(frozen=True)

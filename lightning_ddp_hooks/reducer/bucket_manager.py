@@ -7,6 +7,7 @@ planned      buckets in that order; they are used from the next backward on, sin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -56,7 +57,7 @@ class BucketManager:
         self._in_flight = in_flight
         self._config = config
         self._make_engine: Callable[..., Engine] = make_engine
-        self._callbacks = callbacks
+        self._callbacks = weakref.ref(callbacks)
         self._may_miss = may_miss
         self._auto_cap_bytes: int | None = None
         self._sparse_ids = expects_sparse_gradient(parameters.module)
@@ -73,7 +74,7 @@ class BucketManager:
             len(params), static_graph=self._config.static_graph, may_miss=self._may_miss
         )
         with hookable(params):
-            self.engine = self._make_engine(params, self._callbacks, self._config.gradient_as_bucket_view)
+            self.engine = self._make_engine(params, self._callbacks(), self._config.gradient_as_bucket_view)
         self._in_flight.engine = self.engine
         self._in_flight.select_launch_path()
         self.lay_out_initially()

@@ -36,6 +36,7 @@ from lightning_ddp_hooks.reducer.agreement import (
 )
 from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
+from lightning_ddp_hooks.reducer.module_sync import Buffers
 from lightning_ddp_hooks.reducer.observer import told_of_wait
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters
 from lightning_ddp_hooks.reducer.sparse import mean_sparse, mean_sparse_or_dense
@@ -62,6 +63,7 @@ class BackwardEnd:
         manager: BucketManager,
         in_flight: InFlightBuckets,
         parameters: WatchedParameters,
+        buffers: Buffers,
         group: comm.ProcessGroup,
         control_group: comm.ProcessGroup,
         *,
@@ -74,6 +76,7 @@ class BackwardEnd:
         self._manager = manager
         self._in_flight = in_flight
         self._parameters = parameters
+        self._buffers = buffers
         self._group = group
         self._control_group = control_group
         self._policy = policy
@@ -109,7 +112,7 @@ class BackwardEnd:
     def _found_mismatch(self, aborted: str | None) -> bool:
         """Tell whether this rank has something to report; it has not if it had no loss at all."""
         engine = self._manager.engine
-        if aborted is not None or self._set_changed or engine.late():
+        if aborted is not None or self._set_changed or engine.late() or self._buffers.replaced:
             return True
         if self._policy is not UnusedPolicy.FORBIDDEN or self.complete or not self._had_loss:
             return False
@@ -271,6 +274,7 @@ class BackwardEnd:
             structure=params.digest() if recording else "",
             problem=late_gradient_text(late),
             aborted=aborted,
+            buffers_replaced=self._buffers.replaced,
         )
 
     def _exchange(self, report: RankReport) -> list[RankReport]:
@@ -291,6 +295,8 @@ class BackwardEnd:
                 skip_missing_loss=self._skip_missing_loss,
                 stateful_hook=hook.name if keeps_state else None,
             )
+            if any(report.buffers_replaced for report in reports):
+                self._buffers.agree(self._control_group)
         except RuntimeError as error:
             return Outcome(Resolution(), error)
         return Outcome(resolution)

@@ -18,14 +18,23 @@ from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import ranks_text
 
 CHUNK_BYTES = 250 << 20
+_MODELS_DIFFER = (
+    "The ranks were given different models or settings",
+    "Build the same module in the same order, with the same arguments, on every rank.",
+)
 
 
 def check_same_on_all_ranks(
-    named_tensors: Sequence[tuple[str, Tensor]], settings: Mapping[str, object], group: comm.ProcessGroup
+    named_tensors: Sequence[tuple[str, Tensor]],
+    settings: Mapping[str, object],
+    group: comm.ProcessGroup,
+    *,
+    texts: tuple[str, str] = _MODELS_DIFFER,
 ) -> None:
     """Compare parameters and settings over the ranks; a collective call.
 
-    Ranks compare a digest first, and exchange the long form only if that differs.
+    Ranks compare a digest first, and exchange the long form only if that differs. ``texts``: what is wrong then, and
+    what to do.
     """
     rows = [
         f"{name}: shape {tuple(tensor.shape)}, {tensor.dtype}, requires_grad={tensor.requires_grad}"
@@ -35,7 +44,9 @@ def check_same_on_all_ranks(
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     digests = comm.all_gather_object(digest, group)
     if len(set(digests)) > 1:
-        raise RuntimeError(_first_difference(comm.all_gather_object(rows, group)))
+        wrong, advice = texts
+        difference = _first_difference(comm.all_gather_object(rows, group))
+        raise RuntimeError(f"{wrong}; the first difference, at position {difference}. {advice}")
 
 
 def _first_difference(rows_of_ranks: Sequence[Sequence[str]]) -> str:
@@ -47,11 +58,7 @@ def _first_difference(rows_of_ranks: Sequence[Sequence[str]]) -> str:
             seen.setdefault(row, []).append(rank)
         if len(seen) > 1:
             sides = "; ".join(f"{ranks_text(ranks)}: {row}" for row, ranks in seen.items())
-            return (
-                f"The ranks were given different models or settings; the first difference, at position {position}, is "
-                f"{sides}. "
-                "Build the same module in the same order, with the same arguments, on every rank."
-            )
+            return f"{position}, is {sides}"
     raise AssertionError("digests differ but rows do not")
 
 
@@ -108,42 +115,89 @@ def _chunks(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 class Buffers:
-    """Keeps the buffers of all ranks those of one."""
+    """Keeps the buffers of all ranks those of one.
+
+    They travel when torch's DDP sends them: before the first forward, and before each one, also an evaluation, that
+    follows a forward whose backward is reduced.
+
+    [Note: buffers that are replaced] A module may put another tensor in a buffer's place. Ranks broadcast what they
+    have agreed on, by name, shape and dtype. In place of a buffer that is not that any more, a rank sends or receives
+    the tensor that was there before, so that nobody receives what does not fit. It says so in its next synced backward,
+    where all ranks compare what they have by then.
+
+    Attributes:
+        each_keeps_its_own: Whether nothing is sent, since replicas train for themselves.
+        replaced: Whether a buffer is not what ranks have agreed on.
+    """
 
     def __init__(
         self, module: nn.Module, ignored: AbstractSet[str], group: comm.ProcessGroup, *, broadcasts: bool
     ) -> None:
-        self._tables = _compat.buffer_tables(module)
+        self._tables = [(f"{name}." if name else "", table) for name, table in _compat.buffer_tables(module)]
         self._ignored = ignored
         self._group = group
-        self._broadcasts = broadcasts
-        self._stale = False
+        self._due = self._broadcasts = broadcasts
         self.each_keeps_its_own = False
+        self.replaced = False
+        self._agreed: dict[str, tuple[_Kind, Tensor]] = {}
+        self._agree()
 
-    def now(self) -> list[Tensor]:
-        """List the buffers, once each; between two steps any of them may have been replaced by another tensor."""
-        if not self._broadcasts:
-            return []
-        found = {
-            id(buffer): buffer
-            for prefix, table in self._tables
-            for name, buffer in table.items()
-            if buffer is not None and f"{prefix}.{name}".lstrip(".") not in self._ignored
-        }
-        return list(found.values())
+    def named(self) -> dict[str, Tensor]:
+        """Return the buffers that are there now, once each, by name; none if they are not sent."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for prefix, table in self._tables if self._broadcasts else ():
+            for name, buffer in table.items():
+                if buffer is not None and (full := prefix + name) not in self._ignored:
+                    found.setdefault(id(buffer), (full, buffer))
+        return dict(found.values())
+
+    def to_send(self) -> list[Tensor]:
+        """Return what travels: a tensor for each buffer that ranks have agreed on."""
+        now, sent = self.named(), []
+        self.replaced |= now.keys() != self._agreed.keys()
+        for name, (kind, before) in self._agreed.items():
+            buffer = now.get(name)
+            if buffer is None or _kind(buffer) != kind:
+                self.replaced = True
+                shape, dtype, device = kind
+                buffer = before if _kind(before) == kind else torch.zeros(shape, dtype=dtype, device=device)
+            self._agreed[name] = (kind, buffer)
+            sent.append(buffer)
+        return sent
+
+    def agree(self, control_group: comm.ProcessGroup) -> None:
+        """Compare the buffers that are there now over the ranks; a collective call."""
+        check_same_on_all_ranks(list(self.named().items()), {}, control_group, texts=_BUFFERS_DIFFER)
+        self._agree()
+
+    def _agree(self) -> None:
+        self.replaced = False
+        self._agreed = {name: (_kind(buffer), buffer) for name, buffer in self.named().items()}
 
     def changed(self) -> None:
-        """Note that a step has been taken, in which they may have changed."""
-        self._stale = self._broadcasts
+        """Note that the forward of a synced backward has run, in which they may have changed."""
+        self._due = self._broadcasts
 
     @property
     def refresh_due(self) -> bool:
-        """Whether the coming forward begins with a broadcast."""
-        return self._stale and not self.each_keeps_its_own and torch.is_grad_enabled()
+        """Whether the coming forward begins with a broadcast; not one that runs within a backward."""
+        return self._due and not self.each_keeps_its_own and _compat.current_backward_id() == -1
 
     def refresh(self, src: int = 0) -> None:
         """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own."""
-        self._stale = False
-        if not self.each_keeps_its_own and (buffers := self.now()):
+        self._due = False
+        if not self.each_keeps_its_own and (buffers := self.to_send()):
             with _compat.span("ldh::broadcast_buffers"), comm.counted_as("buffers"):
                 broadcast_tensors(buffers, self._group, src)
+
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+_BUFFERS_DIFFER = (
+    "Buffers have become different on the ranks",
+    "Give a buffer the same shape on all ranks, or let each rank keep its own: set `broadcast_buffers=False`, or put "
+    "its name in the module's `_ddp_params_and_buffers_to_ignore`.",
+)
+
+
+def _kind(buffer: Tensor) -> _Kind:
+    return buffer.shape, buffer.dtype, buffer.device

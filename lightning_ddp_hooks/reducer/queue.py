@@ -181,6 +181,7 @@ class CollectiveQueue:
         for group in self._made:
             comm.destroy_group(group)
         self._made.clear()
+        self.hook = PlainMean()  # a hook knows the queue by its subgroups
 
     # ------------------------------------------------------------------ issuing
 

@@ -27,6 +27,7 @@ from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters, check_parameters, claim, release, require_free
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue
 from lightning_ddp_hooks.reducer.synced_backwards import SyncedBackwards
+from lightning_ddp_hooks.weak import weakly
 
 # Looking through a large module for parameters that have changed takes as long as a small step, so it is done seldom.
 _FORWARDS_PER_LOOK = 32
@@ -87,13 +88,13 @@ class Reducer(SyncedBackwards):
 
         self.buffers = Buffers(module, ignored, self.group, broadcasts=self.config.broadcast_buffers)
         may_miss = policy is not UnusedPolicy.FORBIDDEN
-        self._parameters = WatchedParameters(module, ignored, keeps_frozen=may_miss, on_unfrozen=self._unfrozen_ready)
-        tensors: list[tuple[str, Tensor]] = list(self._parameters.named())
-        if self.config.broadcast_buffers:
-            tensors += [(name, b) for name, b in module.named_buffers() if name not in ignored]
+        self._parameters = WatchedParameters(
+            module, ignored, keeps_frozen=may_miss, on_unfrozen=weakly(self._unfrozen_ready)
+        )
+        tensors: list[tuple[str, Tensor]] = [*self._parameters.named(), *self.buffers.named().items()]
         check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
         make_engine = engine_factory_on_all_ranks(self.config.reducer_backend, self.control_group)
-        broadcast_tensors([*(param for _, param in self._parameters.named()), *self.buffers.now()], self.group)
+        self.send_model()
 
         super().__init__()
         self.failed = False
@@ -107,6 +108,7 @@ class Reducer(SyncedBackwards):
             self._manager,
             self._in_flight,
             self._parameters,
+            self.buffers,
             self.group,
             self.control_group,
             policy=policy,
@@ -250,19 +252,33 @@ class Reducer(SyncedBackwards):
         finally:
             self._end.shadowing = False
 
-    def shadow_backward(self) -> None:
-        """Do this rank's part of one synced backward of the others, with zeros or with what was accumulated."""
+    def shadow_backward(self, *, holds: bool) -> None:
+        """Do this rank's part of one synced backward of the others, with zeros or with what was accumulated.
+
+        Args:
+            holds: Whether the others add to what the last synced backward has left in ``.grad``.
+        """
         self.finalize_pending_backward()
-        if not self.had_gradient():
+        if not (holds or self.had_gradient()):
             for param in self.params:
                 param.grad = None  # of a step long done
         with self.shadowing():
             self._open()
             self._finish()
 
+    def used(self) -> bytes:
+        """Return one byte for each parameter: 1 if it got a gradient since the last synced backward, else 0."""
+        return self._engine.used()
+
     def had_gradient(self) -> bool:
         """Tell whether this rank got a gradient since the last synced backward."""
         return any(self._engine.used())
+
+    def send_model(self, source: int = 0) -> None:
+        """Give all ranks the parameters and buffers of one; collective."""
+        tensors = [param for _, param in self._parameters.named()]
+        broadcast_tensors([*tensors, *self.buffers.to_send()], self.group, source)
+        self.buffers.changed()  # on all ranks alike
 
     @property
     def bucket_bytes(self) -> int:

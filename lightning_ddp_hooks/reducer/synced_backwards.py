@@ -17,7 +17,6 @@ from lightning_ddp_hooks.reducer.backend import Engine
 from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
-from lightning_ddp_hooks.reducer.module_sync import Buffers
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters
 
 
@@ -26,6 +25,7 @@ class SyncedBackwards:
 
     Attributes:
         on_backward_begin: Called when a synced backward begins.
+        on_backward_end: Called when a synced backward has ended without an error.
         synced_backwards: Number of synced backwards that have ended.
         skip_step: Whether all ranks are to skip the step of the last backward.
         aborted_work: Whether collectives were begun that nobody waits for any more.
@@ -35,7 +35,6 @@ class SyncedBackwards:
     world_size: int
     group: comm.ProcessGroup
     control_group: comm.ProcessGroup
-    buffers: Buffers
     _parameters: WatchedParameters
     _in_flight: InFlightBuckets
     _manager: BucketManager
@@ -43,6 +42,7 @@ class SyncedBackwards:
 
     def __init__(self) -> None:
         self.on_backward_begin: Callable[[], None] | None = None
+        self.on_backward_end: Callable[[], None] | None = None
         self.synced_backwards = 0
         self.skip_step = False
         self.aborted_work = False
@@ -134,7 +134,6 @@ class SyncedBackwards:
         self.forget_use()
         self._aborted = None
         self.synced_backwards += 1
-        self.buffers.changed()
         self.skip_step = resolution.skip_step
         if resolution.discard and not keeps_gradients:
             for param in self._parameters.params:
@@ -151,6 +150,8 @@ class SyncedBackwards:
             self._manager.restart()
         elif recorded and not resolution.discard:
             self._manager.conclude(own_fired, self.group, self.control_group)
+        if self.on_backward_end is not None:
+            self.on_backward_end()
 
     def _note_unusable(self, error: str) -> None:
         if self.world_size > 1:  # one rank alone cannot part ways with anybody

@@ -26,6 +26,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("cache", torch.zeros(1))
 
     def forward(self, x: Tensor, without: int | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -216,6 +217,29 @@ def test_freezing_on_one_rank_raises_on_all(backend: Backend) -> None:
     for found, _, _ in run_ranks(_unfreeze, backend, [1]):
         assert "requires a gradient on rank 0 but not on rank 1" in found[-1]
         assert len(found) == 2  # one backward late
+
+
+def _replace_a_buffer(backend: Backend, on: list[int]) -> list[Any]:
+    run = Ranks(backend)
+    found: list[Any] = []
+    for step in range(WARM, WARM + 5):
+        if step == WARM + 1 and run.rank in on:
+            run.net.cache = torch.full((3,), float(run.rank), device=run.device)
+        found.append(_what_raises(run.step, step))
+        if found[-1] != "nothing":
+            return found
+    return [*found, _what_raises(run.meet), run.net.cache.tolist()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_of_another_shape_on_one_rank_raises_on_all(backend: Backend) -> None:
+    for rank in (0, 1):
+        for found in run_ranks(_replace_a_buffer, backend, [rank]):
+            assert found[:2] == ["nothing"] * 2
+            assert len(found) == 3
+            assert "cache: shape (3,)" in found[2]
+    for found in run_ranks(_replace_a_buffer, backend, [0, 1]):
+        assert found == ["nothing"] * 6 + [[0, 0, 0]]
 
 
 def _status_behind_a_slow_kernel(backend: Backend, before: str) -> list[Any]:
