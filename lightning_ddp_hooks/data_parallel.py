@@ -142,7 +142,7 @@ class DataParallel(nn.Module, Joinable):
         """Run the module; with gradients enabled, prepare for the backward."""
         if self._run.closed:
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
-        self.reducer.finalize_pending_backward()
+        self.reducer.finalize_pending_backward(before_forward=True)
         self._run.before_forward(self._announce_forward())
         output = self.module(*args, **kwargs)
         self._run.after_forward(output)

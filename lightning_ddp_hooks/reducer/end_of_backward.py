@@ -95,12 +95,21 @@ class BackwardEnd:
         return engine.complete and not (self._manager.sparse and engine.unready())
 
     @property
+    def would_raise(self) -> bool:
+        """Whether the backward could not end here and now, since this rank misses the gradient of a parameter."""
+        engine, recorder = self._manager.engine, self._manager.recorder
+        if self._policy is not UnusedPolicy.FORBIDDEN or (self._static_graph and engine.recording):
+            return False
+        used, params = engine.used(), self._parameters.params
+        return any(not used[i] and params[i].requires_grad for i in engine.unready() if i not in recorder.dropped)
+
+    @property
     def _absent(self) -> bool:
         return self.shadowing and not self._had_loss
 
     @property
     def _had_loss(self) -> bool:
-        return any(self._manager.engine.used()) or self._parameters.unfrozen_used
+        return any(self._manager.engine.used()) or bool(self._parameters.unfrozen_used)
 
     @property
     def _set_changed(self) -> bool:
