@@ -62,6 +62,7 @@ class SyncedBackwards:
         self._sync = self._expects = True
         self._by_forward = False  # each forward says anew that a backward is expected
         self._outputs = OutputHooks(self._backward_comes)
+        self._came_through_outputs = False  # the backward whose end will be told
         self._stays_open: bool | None = None  # None: it never has, so that no optimizer's step is watched
 
     @property
@@ -99,7 +100,8 @@ class SyncedBackwards:
         engine = self._engine
         if not engine.callback_queued:
             self.backward_aborted()
-            engine.queue_callback()  # not in the backward in which a gradient comes, which may run inside this one
+            engine.queue_callback()
+            self._came_through_outputs = True
         engine.sync = True
 
     # ------------------------------------------------------------------ what engines call
@@ -135,13 +137,18 @@ class SyncedBackwards:
             raise
 
     def backward_ended(self) -> bool:
-        """End the backward, unless it goes on in the window, in an enclosing backward (True), or in a later one."""
+        """End the backward, unless it goes on in the window, in an enclosing backward (True), or in a later one.
+
+        What comes through the outputs of a forward has all come at the end of that backward, also where both run inside
+        another one (a checkpointed wrapper). A gradient alone may come in a backward that runs inside the whole.
+        """
+        through_outputs, self._came_through_outputs = self._came_through_outputs, False
         if not self._engine.active:
             self.expects = self._expects  # no gradient has come through the outputs
         elif self._end.complete:
             self._finish()
         elif not self._window_open:
-            if _compat.backward_is_nested():
+            if not through_outputs and _compat.backward_is_nested():
                 return True
             if self._outputs.more_may_come and self._end.would_raise:
                 self._stay_open()
@@ -261,6 +268,7 @@ class SyncedBackwards:
     def _let_go(self) -> None:
         self._aborted = None
         self._outputs.forget()
+        self._came_through_outputs = False
         self._stays_open = self._stays_open and False
         self.expects = self._expects and not self._by_forward
         self.forget_use()
