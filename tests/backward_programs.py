@@ -278,7 +278,7 @@ def ops(draw: st.DrawFn, find_unused: bool) -> Op:
     apart, again = "", False
     if len(wrappers) == 1:
         apart = draw(st.sampled_from(["", "", "outputs", "forwards"] if not outside else ["", "checkpoints"]))
-        again = not outside and draw(st.sampled_from([False, False, True]))
+        again = not outside and not apart and draw(st.sampled_from([False, False, True]))
     if apart in ("outputs", "forwards"):
         heads = (heads[0], heads[0])  # as many backwards on all ranks
     return Op(kind, wrappers, chained, outside, inside, heads, apart, again)

@@ -33,6 +33,7 @@ from lightning_ddp_hooks.reducer.agreement import (
     raise_if_sets_differ,
     resolve,
     steps_differ_text,
+    unfrozen_once_text,
 )
 from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
@@ -245,10 +246,13 @@ class BackwardEnd:
         outcome = self._resolve(self._exchange(pending.report))
         if outcome.error is not None:
             return outcome
+        now = self._parameters.names_now()
         try:  # by now it may have changed again
-            raise_if_sets_differ(comm.all_gather_object(self._parameters.names_now(), self._control_group))
+            raise_if_sets_differ(comm.all_gather_object(now, self._control_group))
         except RuntimeError as error:
             return Outcome(Resolution(), error)
+        if lost := [name for name in pending.report.trainable if name not in {*now, *self._parameters.names}]:
+            return Outcome(Resolution(), RuntimeError(unfrozen_once_text(lost)))
         # Its gradients have been used as they were.
         return Outcome(Resolution(relayout=outcome.resolution.relayout))
 
