@@ -153,7 +153,7 @@ class DataParallel(nn.Module, Joinable):
         """Run the module; with gradients enabled, prepare for the backward."""
         if self._run.closed:
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
-        self.reducer.finalize_pending_backward()
+        self.reducer.finalize_pending_backward(before_forward=True)
         self._run.before_forward(self._announce_forward())
         with self._run.graphs_by_bucket():
             output = _compat.compilable(self.module)(*args, **kwargs)

@@ -93,6 +93,7 @@ class TrainingRun:
             agree_on={**settings.to_agree_on(), "precision's scaler": scaler_text(scaler), **(agree_on or {})},
         )
         self.reducer.on_backward_begin = weakly(self._begin_backward)
+        self.reducer.expects = False  # until a forward or a step
         watches = settings.detect_nonfinite and scaler is None
         self._nonfinite = self.reducer.nonfinite = NonfiniteGuard(self.reducer.control_group) if watches else None
         self.weights = SampleWeights(self.reducer.control_group) if weighs_samples else None
@@ -179,7 +180,7 @@ class TrainingRun:
         if reducer.sync:
             reducer.buffers.changed()
             self._awaits_backward = True
-            reducer.watch_backward_of(roots_in(output))
+            reducer.expect_backward_of(roots_in(output))
         if self._clock is not None and reducer.synced_backwards and not self._warned and not self.optimizers():
             self._warned = True
             if text := self._clock.warning(self.settings, self.hook.declared):

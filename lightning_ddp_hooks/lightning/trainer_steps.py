@@ -3,6 +3,9 @@
 begin -> the user's training_step, in `user_step` -> end
 weighted -> with backward(...): the precision plugin's backward      in manual optimisation within the user's step
 optimizer_step
+
+Gradients of a backward elsewhere (in a callback, in validation) stay on the rank: the reducer expects one in a manual
+step, and from `backward` to the end of `optimizer_step`.
 """
 
 from __future__ import annotations
@@ -72,10 +75,12 @@ class TrainerSteps:
 
     def user_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and what all ranks that run it do at its end, before anything else collective."""
+        self._reducer.expects = self._manual
         with self._run.graphs_by_bucket():
             output = step(*args, **kwargs)
         if self._manual:
             self._reducer.end_step()
+            self._reducer.expects = False
         return output
 
     def end(self, output: Any) -> Any:
@@ -140,6 +145,8 @@ class TrainerSteps:
             )
         with self._run.backward(joined=joined):
             yield not (missing or constant or joined)
+        if not self._manual:
+            self._reducer.expects = self._reducer.sync  # until the optimizer steps, if it does
 
     def optimizer_step(self, perform: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
         """Make an optimizer's step by ``perform(closure)``; in automatic optimisation it ends the training step."""
@@ -161,6 +168,7 @@ class TrainerSteps:
         output = None
         with skippable_step([run]), run.stepping():
             output = perform(closure_that_may_skip)
+        self._reducer.expects = False
         run.hook.note_loss_scale()
         run.step_ended()
         return output

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,21 +38,62 @@ class GradientHooks:
 
 
 class EndOfBackward:
-    """Calls ``ended`` at the end of the backward that is running, or ``aborted`` if an exception has ended it."""
+    """Calls ``ended`` at the end of the backward that is running, and ``dropped`` when autograd lets go of it.
 
-    def __init__(self, ended: Callable[[], None], aborted: Callable[[], None]) -> None:
+    That is in the enclosing backward, if there is one; ``dropped`` is told whether the end has come, or an exception.
+    """
+
+    def __init__(self, ended: Callable[[], None], dropped: Callable[[bool], None]) -> None:
         self._ended = ended
-        self._aborted: Callable[[], None] | None = aborted
+        self._dropped = dropped
+        self._has_ended = False
         _compat.queue_end_of_backward(self)
 
     def __call__(self) -> None:
         """End the backward; called by autograd."""
-        self._aborted = None
+        self._has_ended = True
         self._ended()
 
     def __del__(self) -> None:
-        if self._aborted is not None:
-            self._aborted()
+        self._dropped(self._has_ended)
+
+
+class OutputHooks:
+    """Tells of backwards that come through the outputs of a forward.
+
+    Args:
+        comes: Called when a gradient has come to one of them.
+    """
+
+    def __init__(self, comes: Callable[[], None]) -> None:
+        self._comes = weakref.WeakMethod(comes)
+        self._unvisited: weakref.WeakSet[_Output] = weakref.WeakSet()
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Watch outputs, as long as their graph lives."""
+        for tensor in outputs:
+            output = _Output()
+            self._unvisited.add(output)
+            tensor.register_hook(partial(self._visit, weakref.ref(self), output))
+
+    @staticmethod
+    def _visit(own: weakref.ref[OutputHooks], output: _Output, _: Tensor) -> None:
+        if (self := own()) is not None and (comes := self._comes()) is not None:
+            self._unvisited.discard(output)
+            comes()
+
+    @property
+    def more_may_come(self) -> bool:
+        """Whether there is an output that no backward has come through since `forget`, and one still may."""
+        return len(self._unvisited) > 0
+
+    def forget(self) -> None:
+        """Wait for the outputs watched so far no more; a backward through one is told nevertheless."""
+        self._unvisited.clear()
+
+
+class _Output:
+    """Lives as long as the graph of one output."""
 
 
 @contextmanager

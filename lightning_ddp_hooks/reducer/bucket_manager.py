@@ -81,11 +81,13 @@ class BucketManager:
 
     def restart(self) -> None:
         """Watch the parameters that require a gradient by now, and record anew."""
-        sync = self.engine.sync
+        sync, flags, watched = self.engine.sync, self.engine.used(), self._parameters
+        used = {id(param) for param, flag in zip(watched.params, flags, strict=True) if flag} | watched.unfrozen_used
         self.engine.close()
-        self._parameters.track()
+        watched.track()
         self.start_recording()
         self.engine.sync = sync
+        self.engine.restore_use([index for index, param in enumerate(watched.params) if id(param) in used])
 
     def lay_out_initially(self) -> None:
         """Lay out buckets before the order is known."""

@@ -33,6 +33,7 @@ from lightning_ddp_hooks.reducer.agreement import (
     raise_if_sets_differ,
     resolve,
     steps_differ_text,
+    unfrozen_once_text,
 )
 from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
@@ -98,12 +99,21 @@ class BackwardEnd:
         return engine.complete and not (self._manager.sparse and engine.unready())
 
     @property
+    def would_raise(self) -> bool:
+        """Whether the backward could not end here and now, since this rank misses the gradient of a parameter."""
+        engine, recorder = self._manager.engine, self._manager.recorder
+        if self._policy is not UnusedPolicy.FORBIDDEN or (self._static_graph and engine.recording):
+            return False
+        used, params = engine.used(), self._parameters.params
+        return any(not used[i] and params[i].requires_grad for i in engine.unready() if i not in recorder.dropped)
+
+    @property
     def _absent(self) -> bool:
         return self.shadowing and not self._had_loss
 
     @property
     def _had_loss(self) -> bool:
-        return any(self._manager.engine.used()) or self._parameters.unfrozen_used
+        return any(self._manager.engine.used()) or bool(self._parameters.unfrozen_used)
 
     @property
     def _set_changed(self) -> bool:
@@ -239,10 +249,13 @@ class BackwardEnd:
         outcome = self._resolve(self._exchange(pending.report))
         if outcome.error is not None:
             return outcome
+        now = self._parameters.names_now()
         try:  # by now it may have changed again
-            raise_if_sets_differ(comm.all_gather_object(self._parameters.names_now(), self._control_group))
+            raise_if_sets_differ(comm.all_gather_object(now, self._control_group))
         except RuntimeError as error:
             return Outcome(Resolution(), error)
+        if lost := [name for name in pending.report.trainable if name not in {*now, *self._parameters.names}]:
+            return Outcome(Resolution(), RuntimeError(unfrozen_once_text(lost)))
         # Its gradients have been used as they were.
         return Outcome(Resolution(relayout=outcome.resolution.relayout))
 

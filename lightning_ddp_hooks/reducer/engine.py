@@ -22,8 +22,8 @@ class EngineCallbacks(Protocol):
         Not called for the last bucket, nor while the engine launches the mean by itself.
         """
 
-    def backward_ended(self) -> None:
-        """End the backward in which a gradient came."""
+    def backward_ended(self) -> bool:
+        """End the backward in which a gradient came; True to be told again at the end of the enclosing one."""
 
     def backward_aborted(self) -> None:
         """Deal with a backward that an exception has ended, before the gradient that has come now counts."""

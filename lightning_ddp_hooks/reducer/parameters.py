@@ -10,12 +10,14 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks.reducer.autograd_hooks import hookable
 
 
 def _kind(param: Tensor) -> tuple[object, ...]:
@@ -45,7 +47,7 @@ class WatchedParameters:
         names: Names of the watched parameters.
         params: The watched parameters.
         frozen: Parameters that are not watched since they require no gradient.
-        unfrozen_used: Whether one of `frozen` got a gradient since `forget_use`.
+        unfrozen_used: Which of `frozen` got a gradient since `forget_use`, by id.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class WatchedParameters:
         self.names: list[str] = []
         self.params: list[nn.Parameter] = []
         self.frozen: list[nn.Parameter] = []
-        self.unfrozen_used = False
+        self.unfrozen_used: set[int] = set()
         self._watched: dict[str, Tensor] = {}
         self._kinds: dict[str, tuple[object, ...]] = {}  # as they were when they began to be watched
         self.track()
@@ -83,6 +85,7 @@ class WatchedParameters:
         self._watched = dict(watched)
         self._kinds = {name: _kind(param) for name, param in watched}
         self.close()
+        self._watch_frozen()
 
     def fresh(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that require a gradient by now and are not watched."""
@@ -103,28 +106,40 @@ class WatchedParameters:
         if not changed and any(param.requires_grad and name not in self._watched for name, param in named):
             watched = {id(param) for param in self.params}
             self.frozen = [param for _, param in named if id(param) not in watched]
+            self._watch_frozen()
         return bool(changed)
 
-    def watch_unfrozen(self) -> None:
-        """Notice the gradient of a parameter that was frozen and is not any more, in case no other one gets any."""
-        for param in self.frozen:
-            if param.requires_grad and id(param) not in self._handles:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._unfrozen_ready)
+    def _watch_frozen(self) -> None:
+        """Notice the gradient of a parameter that is frozen now, whenever it is unfrozen; others may get none then."""
+        ready = partial(_unfrozen_ready, weakref.ref(self))
+        new = [param for param in self.frozen if id(param) not in self._handles and _can_be_trained(param)]
+        with hookable(new):
+            self._handles |= {id(param): param.register_post_accumulate_grad_hook(ready) for param in new}
 
-    def _unfrozen_ready(self, _: Tensor) -> None:
-        self.unfrozen_used = True
+    def unfrozen_ready(self, param: Tensor) -> None:
+        """Take note of the gradient of one of `frozen`."""
+        self.unfrozen_used.add(id(param))
         self._on_unfrozen()
 
     def forget_use(self) -> None:
         """Begin a new accumulation window."""
-        self.unfrozen_used = False
+        self.unfrozen_used.clear()
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.unfrozen_used = False
+        self.forget_use()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+
+def _unfrozen_ready(own: weakref.ref[WatchedParameters], param: Tensor) -> None:
+    if (self := own()) is not None:
+        self.unfrozen_ready(param)
+
+
+def _can_be_trained(param: Tensor) -> bool:
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def check_parameters(module: nn.Module) -> None:

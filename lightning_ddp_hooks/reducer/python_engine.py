@@ -108,6 +108,8 @@ class PythonEngine:
         self._left = [0] * len(expected)
         self._bucket_of = [len(buckets)] * len(expected)  # without a bucket
         self._pending_at_start = [sum(expected[index] > 0 for index in b.layout.indices) for b in buckets]
+        # What this rank expects nothing for may not be sent at all, if no other rank uses it: that shows at the end.
+        self._pending_at_start[:-1] = [count or _NEVER_FULL for count in self._pending_at_start[:-1]]
         self._pending_at_start.append(_NEVER_FULL)
         self._pending = list(self._pending_at_start)
         self._slots = []
@@ -140,7 +142,7 @@ class PythonEngine:
         self._late.clear()
 
     def queue_callback(self) -> None:
-        """Have the end of the backward that is running told."""
+        """Have the end of the backward that is running told; then of those around it, as long as that is asked for."""
         self.callback_queued = True
         self._callback_number += 1
         own, number = weakref.ref(self), self._callback_number
@@ -149,15 +151,17 @@ class PythonEngine:
             if (engine := own()) is not None:
                 engine._backward_ended()
 
-        def aborted() -> None:  # in the thread of a device maybe, when the main thread has long gone on
+        def dropped(has_ended: bool) -> None:  # in the thread of a device maybe, when the main thread has long gone on
             engine = own()
             if engine is None or number != engine._callback_number or not engine.callback_queued:
                 return
-            engine.callback_queued, engine._aborted = False, True
-            if engine._on_host:
+            engine.callback_queued, engine._aborted = False, not has_ended
+            if not has_ended and engine._on_host:
                 engine._take_gradients_out()
+            elif has_ended and _compat.current_backward_id() != -1:
+                engine.queue_callback()
 
-        EndOfBackward(ended, aborted)
+        EndOfBackward(ended, dropped)
 
     def take_aborted(self) -> bool:
         """Tell whether an exception has ended the last backward, and forget it; between two backwards."""
@@ -175,19 +179,6 @@ class PythonEngine:
             if view is not None and param.grad is view:
                 param.grad = view.clone()
 
-    def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Have the end of a backward told that comes through one of the tensors, if `sync` is set then.
-
-        Of backwards inside one another this is the outermost; the one in which a gradient comes may not be.
-        """
-        for output in outputs:
-            output.register_hook(self._backward_comes)
-
-    def _backward_comes(self, _: Tensor) -> None:
-        if self.sync and not self.callback_queued:
-            self._report_aborted()
-            self.queue_callback()
-
     def _report_aborted(self) -> None:
         if self._aborted and (callbacks := self._callbacks()) is not None:
             callbacks.backward_aborted()
@@ -195,7 +186,7 @@ class PythonEngine:
     def _backward_ended(self) -> None:
         self.callback_queued = False
         if (callbacks := self._callbacks()) is not None:
-            callbacks.backward_ended()
+            self.callback_queued = callbacks.backward_ended()  # then `dropped` queues it anew
 
     def stop(self) -> None:
         """Close the backward."""
@@ -346,6 +337,11 @@ class PythonEngine:
     def forget_use(self) -> None:
         """Begin a new accumulation window."""
         self._used[:] = bytes(len(self._used))
+
+    def restore_use(self, indices: Sequence[int]) -> None:
+        """Count parameters as used, too, whose gradients came under another engine in the same window."""
+        for index in indices:
+            self._used[index] = 1
 
     def close(self) -> None:
         """Remove all hooks and let go of the buckets."""

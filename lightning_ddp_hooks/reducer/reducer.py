@@ -7,7 +7,7 @@ end of backward ----> BackwardEnd.finish: agree -> launch the rest -> wait -> co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -171,15 +171,6 @@ class Reducer(SyncedBackwards):
         if not (self.detached or self._engine.active):
             self._in_flight.select_launch_path()
 
-    @property
-    def sync(self) -> bool:
-        """Whether the next backward reduces gradients, or only accumulates them."""
-        return self._engine.sync
-
-    @sync.setter
-    def sync(self, value: bool) -> None:
-        self._engine.sync = value
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication in backwards under this context."""
@@ -192,11 +183,10 @@ class Reducer(SyncedBackwards):
 
     def before_forward(self, buffers_from: int = 0) -> None:
         """Finish what an earlier backward left behind, and refresh buffers; before each forward."""
-        self.finalize_pending_backward()
+        self.finalize_pending_backward(before_forward=True)
         self._forwards += 1
         if self._engine.recording or self._forwards % _FORWARDS_PER_LOOK == 0:
             self._look_at_structure()
-        self._parameters.watch_unfrozen()
         if self.buffers.refresh_due:
             self.buffers.refresh(buffers_from)
 
@@ -211,14 +201,6 @@ class Reducer(SyncedBackwards):
             self.open_backward()
         if self._engine.sync and not self._engine.callback_queued:
             self._engine.queue_callback()
-
-    def finalize_pending_backward(self) -> None:
-        """Bring a backward that is still open to its end, also one that an exception has ended; collective."""
-        if _compat.current_backward_id() != -1:
-            return  # a forward within a backward (checkpointing)
-        self._notice_aborted()
-        if self._engine.active or self._aborted is not None:
-            self._finish(self._aborted)
 
     def settle_status(self) -> None:
         """Look at what an asynchronous device has left pending; collective, where ranks meet and the host waits anyway.
@@ -236,7 +218,7 @@ class Reducer(SyncedBackwards):
     def end_step(self) -> None:
         """End a training step whose backwards the user ran; a collective call, where `ends_steps` was set."""
         self.finalize_pending_backward()
-        if self._engine.sync and self.params:
+        if self.sync and self.params:
             self._end.end_step()
 
     @contextmanager
@@ -304,26 +286,23 @@ class Reducer(SyncedBackwards):
         """
         self.finalize_pending_backward()
         self._window_open = True
-        before = self.synced_backwards
+        before, expected, self.expects = self.synced_backwards, self.expects, True
         try:
             yield
         except BaseException as error:
-            if self._engine.active or (self._engine.sync and self.params and self.synced_backwards == before):
+            if self._engine.active or (self.sync and self.params and self.synced_backwards == before):
                 self._note_aborted(f"{type(error).__name__}: {error}")
             raise
         finally:
             self._window_open = False
+            self.expects = expected and not self._by_forward
         if self._engine.active:
             self._finish()
-        elif self._engine.sync and self.synced_backwards == before and self.params:
+        elif self.sync and self.synced_backwards == before and self.params:
             if not self._end.shadowing:
                 self._look_at_structure()  # a loss whose gradients all went elsewhere looks like no loss
             self.open_backward()
             self._finish()
-
-    def watch_backward_of(self, outputs: Sequence[Tensor]) -> None:
-        """Learn of the end of the outermost backward through ``outputs``, also with re-entrant checkpointing."""
-        self._engine.watch(outputs)
 
     # ------------------------------------------------------------------ facts, end
 

@@ -1,18 +1,27 @@
 r"""The life of a synced backward: opened by its first gradient, finished on all ranks, aborted, or given up.
 
 open_backward -> bucket_full, bucket_full, ... -> backward_ended      all ranks have the mean
+\--- gradients missing, and an output left whose backward may bring them: it stays open until that, or a step
 \--- an exception: noted (by the window, or by the callback that autograd drops), and finished with zeros by
 |    whatever begins next (forward, window, gradient): all ranks drop their gradients, or raise if some had none
 \--- communication fails: given up; the ranks' collectives match no more, so that no further one may begin
+
+[Note: which backwards are synced] Those that `sync` and `expects` allow. A reducer by itself expects a backward at any
+time, a Trainer's in its steps. A wrapper's forward makes it expect one, until it has ended; beyond that it expects each
+backward that comes through an output of such a forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.autograd_hooks import OutputHooks
 from lightning_ddp_hooks.reducer.backend import Engine
 from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
@@ -50,10 +59,52 @@ class SyncedBackwards:
         self._aborted: str | None = None  # the exception that has ended the backward that is still open
         self._unusable: str | None = None  # why ranks can go on no more
         self._window_open = False
+        self._sync = self._expects = True
+        self._by_forward = False  # each forward says anew that a backward is expected
+        self._outputs = OutputHooks(self._backward_comes)
+        self._came_through_outputs = False  # the backward whose end will be told
+        self._stays_open: bool | None = None  # None: it never has, so that no optimizer's step is watched
 
     @property
     def _engine(self) -> Engine:
         return self._manager.engine
+
+    # ------------------------------------------------------------------ which backwards, see the note
+
+    @property
+    def sync(self) -> bool:
+        """Whether backwards reduce gradients, or only accumulate them."""
+        return self._sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        self._sync = value
+        self._engine.sync = self._sync and self._expects
+
+    @property
+    def expects(self) -> bool:
+        """Whether a backward that begins now is one of those that `sync` is about; others stay on this rank."""
+        return self._expects
+
+    @expects.setter
+    def expects(self, value: bool) -> None:
+        self._expects = value
+        self._engine.sync = self._sync and self._expects
+
+    def expect_backward_of(self, outputs: Sequence[Tensor]) -> None:
+        """Expect a backward, and each one that comes through ``outputs``."""
+        self._by_forward = self.expects = True
+        self._outputs.watch(outputs)
+
+    def _backward_comes(self) -> None:
+        engine = self._engine
+        if not engine.callback_queued:
+            self.backward_aborted()
+            engine.queue_callback()
+            self._came_through_outputs = True
+        engine.sync = True
+
+    # ------------------------------------------------------------------ what engines call
 
     def open_backward(self) -> None:
         """Prepare for a synced backward, whose first gradient has come."""
@@ -85,12 +136,49 @@ class SyncedBackwards:
             self._note_unusable(f"{type(error).__name__}: {error}")
             raise
 
-    def backward_ended(self) -> None:
-        """End the backward, unless it goes on in an enclosing backward or in the rest of the window."""
+    def backward_ended(self) -> bool:
+        """End the backward, unless it goes on in the window, in an enclosing backward (True), or in a later one.
+
+        What comes through the outputs of a forward has all come at the end of that backward, also where both run inside
+        another one (a checkpointed wrapper). A gradient alone may come in a backward that runs inside the whole.
+        """
+        through_outputs, self._came_through_outputs = self._came_through_outputs, False
         if not self._engine.active:
-            return
-        if self._end.complete or not (self._window_open or _compat.backward_is_nested()):
+            self.expects = self._expects  # no gradient has come through the outputs
+        elif self._end.complete:
             self._finish()
+        elif not self._window_open:
+            if not through_outputs and _compat.backward_is_nested():
+                return True
+            if self._outputs.more_may_come and self._end.would_raise:
+                self._stay_open()
+            else:
+                self._finish()
+        return False
+
+    def _stay_open(self) -> None:
+        """Wait for a backward through the other outputs; an optimizer's step or the next forward ends the wait."""
+        if self._stays_open is None:
+            own = weakref.ref(self)
+
+            def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+                if (reducer := own()) is not None and reducer._stays_open:
+                    watched = {id(param) for param in reducer._parameters.params}
+                    if any(id(param) in watched for group in optimizer.param_groups for param in group["params"]):
+                        reducer.finalize_pending_backward()
+
+            weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove).atexit = False
+        self._stays_open = True
+
+    def finalize_pending_backward(self, *, before_forward: bool = False) -> None:
+        """Bring a backward that is still open to its end, also one that an exception has ended; collective."""
+        if _compat.current_backward_id() != -1:
+            return  # a forward within a backward (checkpointing)
+        if before_forward and self._stays_open and not torch.is_grad_enabled():
+            return  # an evaluation between the backwards of two outputs
+        self._notice_aborted()
+        if self._engine.active or self._aborted is not None:
+            self._finish(self._aborted)
 
     def backward_aborted(self) -> None:
         """Finish a backward that an exception has ended, before another one goes on without a forward between them."""
@@ -131,8 +219,7 @@ class SyncedBackwards:
         resolution = outcome.resolution
         self._in_flight.forget()
         engine.stop()
-        self.forget_use()
-        self._aborted = None
+        self._let_go()
         self.synced_backwards += 1
         self.skip_step = resolution.skip_step
         if resolution.discard and not keeps_gradients:
@@ -170,15 +257,22 @@ class SyncedBackwards:
             self.aborted_at = (*self.progress(), self.waits_for())
         self.aborted_work |= self._in_flight.under_way
         self._note_unusable(error)
-        self._aborted = None
         self._engine.stop()
         self._engine.take_aborted()
-        self.forget_use()
+        self._let_go()
         self._in_flight.forget()
         if self._in_flight.nonfinite is not None:
             self._in_flight.nonfinite.forget()
         if self._in_flight.observer is not None:
             self._in_flight.observer.backward_aborted()
+
+    def _let_go(self) -> None:
+        self._aborted = None
+        self._outputs.forget()
+        self._came_through_outputs = False
+        self._stays_open = self._stays_open and False
+        self.expects = self._expects and not self._by_forward
+        self.forget_use()
 
     def forget_use(self) -> None:
         """Begin a new accumulation window: gradients that came so far were used up without being reduced."""

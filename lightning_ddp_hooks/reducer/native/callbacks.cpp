@@ -13,20 +13,22 @@ namespace {
   throw error;
 }
 
+// Returns whether the method returned something true.
 template <typename... Arguments>
-void call(PyObject* weak, const char* method, const char* format, Arguments... arguments) {
+bool call(PyObject* weak, const char* method, const char* format, Arguments... arguments) {
   pybind11::gil_scoped_acquire gil;
   THPObjectPtr callbacks(PyObject_CallObject(weak, nullptr));
   if (!callbacks) {
     throw_python_error();
   }
   if (callbacks.get() == Py_None) {
-    return;
+    return false;
   }
   THPObjectPtr result(PyObject_CallMethod(callbacks.get(), method, format, arguments...));
   if (!result) {
     throw_python_error();
   }
+  return PyObject_IsTrue(result.get()) == 1;
 }
 
 }  // namespace
@@ -57,8 +59,8 @@ void Callbacks::backward_aborted() const {
   call(weak_, "backward_aborted", nullptr);
 }
 
-void Callbacks::backward_ended() const {
-  call(weak_, "backward_ended", nullptr);
+bool Callbacks::backward_ended() const {
+  return call(weak_, "backward_ended", nullptr);
 }
 
 }  // namespace ldh

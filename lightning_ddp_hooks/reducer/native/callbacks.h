@@ -19,7 +19,7 @@ class Callbacks {
 
   void open_backward() const;
   void bucket_full(size_t bucket) const;
-  void backward_ended() const;
+  bool backward_ended() const;
   void backward_aborted() const;
 
  private:

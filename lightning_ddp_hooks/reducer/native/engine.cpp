@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <limits>
 
 namespace ldh {
 
@@ -52,8 +53,9 @@ void Engine::set_layout(std::vector<BucketSpec> specs, const std::vector<int64_t
     param.eager = false;
     param.view = at::Tensor();
   }
+  const size_t count = specs.size();
   buckets_.clear();
-  buckets_.reserve(specs.size());
+  buckets_.reserve(count);
   for (auto& spec : specs) {
     auto views = std::move(spec.views);
     auto& bucket = buckets_.emplace_back(std::move(spec));
@@ -66,6 +68,10 @@ void Engine::set_layout(std::vector<BucketSpec> specs, const std::vector<int64_t
       if (!param.eager) {
         bucket.deferred.push_back(bucket.params[k]);
       }
+    }
+    // What this rank expects nothing for may not be sent at all, if no other rank uses it: that shows at the end.
+    if (bucket.pending_at_start == 0 && buckets_.size() < count) {
+      bucket.pending_at_start = std::numeric_limits<int64_t>::max();
     }
     bucket.pending = bucket.pending_at_start;
   }
@@ -98,14 +104,15 @@ void Engine::start() {
 }
 
 // The engine of autograd drops the callbacks of a backward that an exception breaks off: then `ended` is never set. A
-// device's thread may do so when the main thread has long gone on.
+// device's thread may do so when the main thread has long gone on. Those of a backward inside another one it drops in
+// the enclosing one.
 struct Engine::EndOfBackward {
   EndOfBackward(std::weak_ptr<Engine> engine, uint64_t id) : weak(std::move(engine)), number(id) {}
   EndOfBackward(const EndOfBackward&) = delete;
   EndOfBackward& operator=(const EndOfBackward&) = delete;
   ~EndOfBackward() {
-    if (const auto self = ended ? nullptr : weak.lock()) {
-      self->callback_dropped(number);
+    if (const auto self = weak.lock()) {
+      self->callback_dropped(number, ended);
     }
   }
 
@@ -114,17 +121,22 @@ struct Engine::EndOfBackward {
   bool ended = false;
 };
 
-void Engine::callback_dropped(uint64_t number) noexcept {
+void Engine::callback_dropped(uint64_t number, bool ended) noexcept {
   const std::unique_lock<std::recursive_mutex> lock(hooks_.anchor()->mutex, std::try_to_lock);
   if (!lock) {
     return;  // `take_aborted` sees a callback that is still queued
   }
-  if (number == callback_number_ && callback_queued) {
-    callback_queued = false;
+  if (number != callback_number_ || !callback_queued) {
+    return;
+  }
+  callback_queued = false;
+  if (!ended) {
     aborted = true;
     if (on_host_) {
       take_gradients_out();
     }
+  } else if (torch::autograd::get_current_graph_task_id() != -1) {
+    queue_callback();
   }
 }
 
@@ -162,21 +174,11 @@ void Engine::queue_callback() {
     end->ended = true;
     if (const auto self = end->weak.lock()) {
       self->callback_queued = false;
-      self->callbacks_.backward_ended();
+      if (self->callbacks_.backward_ended()) {
+        self->callback_queued = true;  // then `callback_dropped` queues it anew
+      }
     }
   });
-}
-
-void Engine::watch(const std::vector<at::Tensor>& outputs) {
-  for (const auto& output : outputs) {
-    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
-      const auto self = weak.lock();
-      if (self && self->sync && !self->callback_queued) {
-        self->report_aborted();
-        self->queue_callback();
-      }
-    });
-  }
 }
 
 void Engine::stop() {
@@ -467,6 +469,13 @@ void Engine::forget_use() {
   const Lock lock(hooks_.anchor()->mutex);
   for (auto& param : params_) {
     param.used = false;
+  }
+}
+
+void Engine::restore_use(const std::vector<int64_t>& indices) {
+  const Lock lock(hooks_.anchor()->mutex);
+  for (const auto i : indices) {
+    params_.at(static_cast<size_t>(i)).used = true;
   }
 }
 

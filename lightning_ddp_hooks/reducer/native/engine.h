@@ -47,7 +47,6 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   void start();
   void queue_callback();
   bool take_aborted();
-  void watch(const std::vector<at::Tensor>& outputs);
   void stop();
   std::vector<int64_t> unready();
   std::vector<int64_t> fired();
@@ -55,6 +54,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::vector<int64_t> late();
   std::string used();
   void forget_use();
+  void restore_use(const std::vector<int64_t>& indices);
   bool complete();
   void fill(size_t bucket);
   void launch_remaining();
@@ -97,7 +97,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   struct EndOfBackward;
 
   std::shared_ptr<Engine> begin_backward();
-  void callback_dropped(uint64_t number) noexcept;
+  void callback_dropped(uint64_t number, bool ended) noexcept;
   void take_gradients_out() noexcept;
   void report_aborted();
   void came_again(size_t index);

@@ -86,7 +86,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("start", &Engine::start, NoGil())
       .def("queue_callback", &Engine::queue_callback, NoGil())
       .def("take_aborted", &Engine::take_aborted, NoGil())
-      .def("watch", &Engine::watch, NoGil())
       .def("stop", &Engine::stop, NoGil())
       .def("unready", &Engine::unready, NoGil())
       .def("fired", &Engine::fired, NoGil())
@@ -102,6 +101,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              return py::bytes(flags);
            })
       .def("forget_use", &Engine::forget_use, NoGil())
+      .def("restore_use", &Engine::restore_use, NoGil())
       .def("fill", &Engine::fill, NoGil())
       .def("launch_remaining", &Engine::launch_remaining, NoGil())
       .def("wait", &Engine::wait, NoGil())
