@@ -420,7 +420,11 @@ def test_so_must_a_users_own_function() -> None:
         refuse_diverging(TorchHook(hook=own_function))
 
 
-@pytest.mark.parametrize("hook", [Says(), Cast(Says(), "float16"), SaysOfAFunction(hook=own_function)], ids=str)
+@pytest.mark.parametrize(
+    "hook",
+    [Says(), Cast(Says(), "float16"), SaysOfAFunction(hook=own_function)],
+    ids=["alone", "inside another", "of a function"],
+)
 def test_a_users_own_hook_that_says_so_is_taken(hook: CommHook) -> None:
     refuse_diverging(hook)
     assert diverging_part(hook) is None
