@@ -27,6 +27,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        assert " at 0x" not in item.nodeid, f"{item.nodeid} has another name in each process: give it `ids`"
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     items.sort(key=_cost)  # stable: the order within a class stays
