@@ -16,7 +16,8 @@ STATUS_NUMEL = 2
 class Bucket:
     """One flat gradient buffer and a view of it for each parameter.
 
-    The memory is not cleared: what is not used takes no pages. Behind the gradients there may be a slot for a status, which travels along and which hooks do not see:
+    The memory is not cleared: what is not used takes no pages. Behind the gradients there may be a slot for a status,
+    which travels along and which hooks do not see:
 
         comm_buffer   [ buffer: gradients of all parameters | status slot ]
     """

@@ -199,8 +199,8 @@ class CollectiveQueue:
                 for one in dict.fromkeys(steps)
             )
             raise RuntimeError(
-                f"Communication hook {self.hook.name} does not do the same on all ranks. {sides}. A hook must yield the "
-                "same requests on every rank: no `if` on what only one rank knows."
+                f"Communication hook {self.hook.name} does not do the same on all ranks. {sides}. A hook must yield "
+                "the same requests on every rank: no `if` on what only one rank knows."
             )
 
     def has_lane(self, subgroup: Subgroup | None, stage: int) -> bool:
