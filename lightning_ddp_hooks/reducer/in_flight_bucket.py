@@ -137,33 +137,37 @@ class InFlightBucket:
             return
         self.passed_turn |= isinstance(request, requests.InOrder)
         self._request = None
-        self._resume()
+        self.block()
 
     def block(self) -> None:
-        """Wait for what is in flight, and resume the hook."""
-        assert self._issued is not None
+        """Wait for what is in flight, if anything is, and resume the hook."""
+        if self._queue.compared_over is None:
+            self._run_hook()
+        else:
+            self._run_hook_compared()
+        if self.finished and self.on_finished is not None:
+            self.on_finished()
+
+    def _run_hook_compared(self) -> None:
+        place = describe(self._bucket)
         try:
-            for handle in self._issued.handles:
+            self._run_hook()
+        except Exception as error:
+            with suppress(RuntimeError):  # this rank has an error of its own to raise
+                self._queue.compare(place, f"{type(error).__name__}: {error}")
+            raise
+        self._queue.compare(place, "the end" if self.finished else describe_request(self._request))
+
+    def _run_hook(self) -> None:
+        issued = self._issued
+        try:
+            for handle in () if issued is None else issued.handles:
                 handle.wait()
         except Exception as error:
             raise RuntimeError(
                 f"Communication hook {self._hook.name} failed on {describe(self._bucket)}: {error}"
             ) from error
-        self._resume()
-
-    def _resume(self) -> None:
-        try:
-            self._run_hook()
-        except Exception as error:
-            with suppress(RuntimeError):  # this rank has an error of its own to raise
-                self._queue.compare(describe(self._bucket), f"{type(error).__name__}: {error}")
-            raise
-        self._queue.compare(describe(self._bucket), "the end" if self.finished else describe_request(self._request))
-        if self.finished and self.on_finished is not None:
-            self.on_finished()
-
-    def _run_hook(self) -> None:
-        issued, self._issued = self._issued, None
+        self._issued = None
         # Not in the generator, where it would reach into the code that runs between two phases.
         with torch.no_grad(), comm.counted_in(self._total):
             try:

@@ -190,9 +190,9 @@ class CollectiveQueue:
 
     def compare(self, bucket: str, step: str) -> None:
         """Raise on all ranks if their hooks do not go on with the same step; collective."""
-        if self.compared_over is None:
-            return
-        steps = comm.all_gather_object((bucket, step), self.compared_over)
+        assert self.compared_over is not None
+        with comm.counted_as(CONTROL):
+            steps = comm.all_gather_object((bucket, step), self.compared_over)
         if len(set(steps)) > 1:
             sides = "; ".join(
                 f"{ranks_text([rank for rank, its in enumerate(steps) if its == one])}: {one[1]} for {one[0]}"
