@@ -266,10 +266,10 @@ def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) ->
             dist.destroy_process_group(group)
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
-    """Return zeros where the group's ranks reach them without a copy, if its backend has such memory."""
+def empty(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """Return memory that has not been written, where the group's ranks reach it without a copy, if there is such."""
     tensor = _compat.allocate(group, numel, dtype, device) if group and backend_name(group) == "shm" else None
-    return torch.zeros(numel, dtype=dtype, device=device) if tensor is None else tensor.zero_()
+    return torch.empty(numel, dtype=dtype, device=device) if tensor is None else tensor
 
 
 # ---------------------------------------------------------------------- what is sent

@@ -26,7 +26,7 @@ class Host:
     def __init__(self, params: Sequence[Tensor], backend: str, *, views: bool = True) -> None:
         self.heard: list[Any] = []
         self.params = list(params)
-        self.engine: Engine = engine_factory(backend)(self.params, self, views)  # type: ignore[arg-type]
+        self.engine: Engine = engine_factory(backend)(self.params, self, views=views)  # type: ignore[arg-type]
         self.on: dict[str, Callable[[], None]] = {}
         self.buckets: list[Bucket] = []
         self.closed = False

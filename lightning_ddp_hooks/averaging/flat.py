@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.reducer.real_values import as_real, write_real
 from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
 
 # Large enough for full bandwidth; also bounds the extra memory, to two of these for each dtype.
@@ -81,7 +82,7 @@ class FlatMean:
             with chunk.stream.context():
                 work.wait()
                 chunk.buffer.div_(comm.world_size(group))
-                _compat.foreach_copy_([as_real(targets[p]) for p in chunk.positions], chunk.views)
+                write_real([targets[p] for p in chunk.positions], chunk.views)
 
         with record_function("ldh::average"), comm.counted_as("averaging"):
             for chunk in self._chunks:
@@ -100,8 +101,3 @@ def comm_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype in which values of ``dtype`` are averaged: at least float32."""
     real = dtype.to_real() if dtype.is_complex else dtype
     return real if real.itemsize >= 4 else torch.float32
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return the tensor without autograd; a complex one as pairs of reals."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

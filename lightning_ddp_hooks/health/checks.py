@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.reducer.real_values import as_real
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,7 +52,7 @@ class NonfiniteGuard:
     def _keep(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """Keep the sum of each gradient's absolute values; all are of one dtype and on one device."""
         with torch.no_grad():
-            real = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+            real = [as_real(gradient) for gradient in gradients]
             self._seen.append((names, torch.stack(_compat.foreach_abs_sum(real, _wide(real[0].dtype)))))
 
     def check(self, step: int) -> None:
@@ -110,5 +111,5 @@ def check_replicas(names: Sequence[str], params: Sequence[Tensor], group: comm.P
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real = as_real(tensor)
     return real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Literal, cast
-
-from torch import Tensor
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Literal
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, EngineCallbacks
+from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL
 from lightning_ddp_hooks.reducer.native import build
 from lightning_ddp_hooks.reducer.python_engine import PythonEngine
 
 _log = logging.getLogger(__name__)
 
 Engine = PythonEngine  # the native one has the same members
-EngineFactory = Callable[[Sequence[Tensor], EngineCallbacks, bool], Engine]
-"""Makes an engine for parameters, callbacks, and whether ``.grad`` is to be a slice of the bucket."""
+
+EngineFactory = Callable[..., Engine]
+"""Makes an engine, from what `PythonEngine` takes."""
 
 BUILD_COMMAND = "python -m lightning_ddp_hooks build-native"
 
@@ -26,11 +25,11 @@ BUILD_COMMAND = "python -m lightning_ddp_hooks build-native"
 def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = True) -> EngineFactory:
     """Return what makes engines of the wanted kind. Ranks need not choose alike: what they send is the same."""
     if backend == "python":
-        return _python_engine
+        return PythonEngine
     if backend == "auto" and not build.is_built():
         if say:
             _say_once(f"The reducer runs in Python. The native one takes less time; to build it once: {BUILD_COMMAND}")
-        return _python_engine
+        return PythonEngine
     if backend == "native":
         build.build()
     try:
@@ -40,12 +39,9 @@ def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = 
             raise RuntimeError(f"The native reducer was built but cannot be loaded: {error}") from error
         if say:
             _say_once(f"The reducer runs in Python, since the native one cannot be loaded: {error}")
-        return _python_engine
+        return PythonEngine
 
-    def native_engine(params: Sequence[Tensor], callbacks: EngineCallbacks, views: bool) -> Engine:
-        return cast("Engine", native.NativeEngine(params, callbacks, views=views, eager_numel=EAGER_NUMEL))
-
-    return native_engine
+    return partial(native.NativeEngine, eager_numel=EAGER_NUMEL)
 
 
 def engine_factory_on_all_ranks(
@@ -62,10 +58,6 @@ def engine_factory_on_all_ranks(
     comm.raise_on_any_rank(failure, control_group)
     assert factory is not None
     return factory
-
-
-def _python_engine(params: Sequence[Tensor], callbacks: EngineCallbacks, views: bool) -> Engine:
-    return PythonEngine(params, callbacks, views=views)
 
 
 @cache

@@ -16,7 +16,8 @@ STATUS_NUMEL = 2
 class Bucket:
     """One flat gradient buffer and a view of it for each parameter.
 
-    Behind the gradients there may be a slot for a status, which travels along and which hooks do not see:
+    The memory is not cleared: what is not used takes no pages. Behind the gradients there may be a slot for a status,
+    which travels along and which hooks do not see:
 
         comm_buffer   [ buffer: gradients of all parameters | status slot ]
     """
@@ -27,10 +28,10 @@ class Bucket:
         self.layout = layout
         if memory is None:
             numel = layout.numel + STATUS_NUMEL * status
-            memory = torch.zeros(numel, dtype=layout.dtype, device=layout.device)
+            memory = torch.empty(numel, dtype=layout.dtype, device=layout.device)
         self.comm_buffer = memory
         self.buffer = memory[: layout.numel]
-        self.status_slot = memory[layout.numel :] if status else None
+        self.status_slot = memory[layout.numel :].zero_() if status else None
         self.views = [_gradient_view(self.buffer, slot.offset, params[slot.index]) for slot in layout.slots]
         self.params = [params[slot.index] for slot in layout.slots]
 

@@ -2,7 +2,10 @@
 
 recording    one bucket of everything (or, where parameters may be left out, buckets in order of registration); nothing
 is launched before the end of the backward; ranks tell each other the order in which gradients came
-planned      buckets in that order; they are used from the next backward on, since gradients may lie in the old ones
+planned      buckets in that order
+
+Buckets are made at the beginning of a synced backward: until then gradients may lie in the old ones, and a run that
+never reduces gradients has none.
 """
 
 from __future__ import annotations
@@ -74,7 +77,12 @@ class BucketManager:
             len(params), static_graph=self._config.static_graph, may_miss=self._may_miss
         )
         with hookable(params):
-            self.engine = self._make_engine(params, self._callbacks(), self._config.gradient_as_bucket_view)
+            self.engine = self._make_engine(
+                params,
+                self._callbacks(),
+                views=self._config.gradient_as_bucket_view,
+                skips_undefined=self._config.find_unused_parameters,
+            )
         self._in_flight.engine = self.engine
         self._in_flight.select_launch_path()
         self.lay_out_initially()
@@ -90,9 +98,9 @@ class BucketManager:
         self.engine.restore_use([index for index, param in enumerate(watched.params) if id(param) in used])
 
     def lay_out_initially(self) -> None:
-        """Lay out buckets before the order is known."""
+        """Plan buckets before the order is known."""
         limits = self.limits() if self._may_miss else [UNLIMITED]
-        self._use(initial_layout(self._parameters.params, limits, self._dense_indices(), self._keys()))
+        self.planned = initial_layout(self._parameters.params, limits, self._dense_indices(), self._keys())
 
     def adopt_sparse(self, reports: Iterable[RankReport]) -> None:
         """Take parameters out of the buckets whose gradient turned out to be sparse on some rank."""
@@ -108,6 +116,7 @@ class BucketManager:
         if not self.recorder.conclude(own_fired):
             return
         params = self._parameters.params
+        self.sparse = [index for index in self.sparse if index not in self.recorder.dropped]
         if self._config.bucket_cap_mb == "auto" and self._auto_cap_bytes is None and params:
             link = measure_link(group, control_group, params[0].device)
             total = sum(param.numel() * param.element_size() for param in params)

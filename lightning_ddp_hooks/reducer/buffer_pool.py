@@ -3,8 +3,9 @@
     first backward    [ one bucket of everything                            | room ]
     from then on      [ bucket 0 | bucket 1          | bucket 2    | status | room ]
 
-So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces. Where the
-ranks' backend moves some memory without a copy, the block lies there.
+So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces. Only if
+much less is needed than before (layers were frozen, or a static graph leaves them out), the block is made anew. Where
+the ranks' backend moves some memory without a copy, the block lies there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lightning_ddp_hooks.reducer.layout import BucketLayout
 ALIGNMENT = 128
 # For the gaps between the buckets of a later layout, in bytes.
 ROOM = 64 * ALIGNMENT
+# A block may be this many times as long as what lies in it.
+_MOST_UNUSED = 1.1
 
 _Key = tuple[torch.dtype, torch.device]
 
@@ -39,14 +42,14 @@ class GradBufferPool:
         What lay in the memory before is overwritten sooner or later.
         """
         offsets, ends = _offsets(layouts)
-        for key in [key for key in self._blocks if key not in ends or len(self._blocks[key]) < ends[key]]:
+        for key in [key for key, block in self._blocks.items() if not _fits(block, ends.get(key, 0))]:
             del self._blocks[key]
         buckets = []
         for number, (layout, offset) in enumerate(zip(layouts, offsets, strict=True)):
             key = (layout.dtype, layout.device)
             if key not in self._blocks:
                 room = ROOM // layout.dtype.itemsize
-                self._blocks[key] = comm.zeros(ends[key] + room, layout.dtype, layout.device, self._group)
+                self._blocks[key] = comm.empty(ends[key] + room, layout.dtype, layout.device, self._group)
             last = number == len(layouts) - 1
             memory = self._blocks[key][offset : offset + layout.numel + STATUS_NUMEL * last]
             buckets.append(Bucket(layout, params, status=last, memory=memory))
@@ -62,6 +65,10 @@ class GradBufferPool:
     def forget(self) -> None:
         """Leave the memory to those gradients that still lie in it."""
         self._blocks.clear()
+
+
+def _fits(block: Tensor, numel: int) -> bool:
+    return numel <= len(block) <= _MOST_UNUSED * numel + ROOM // block.itemsize
 
 
 def _offsets(layouts: Sequence[BucketLayout]) -> tuple[list[int], dict[_Key, int]]:

@@ -5,7 +5,7 @@
 Ranks must issue the same collectives although a rank may lack gradients. There are three forms of agreement, and all
 ranks are in the same one:
   * **recording** (the first backward, and after a change of the trainable set): nothing was launched; ranks exchange
-    full reports first.
+    full reports first, and in the first one compare what the hook does.
   * **status** (automatic optimization): all buckets are sent, missing gradients as zeros; a status of two numbers
     travels with the last bucket (status.py, which says when it is looked at), and only if it shows a mismatch ranks
     exchange reports.
@@ -86,6 +86,7 @@ class BackwardEnd:
         self._ends_steps = ends_steps
         self._writer = StatusWriter()
         self._pending: PendingStatus | None = None
+        self._compared = False  # whether the ranks have compared what the hook does
 
     @property
     def uses_flags(self) -> bool:
@@ -153,8 +154,14 @@ class BackwardEnd:
         if outcome.error is None and not outcome.resolution.discard:
             self._manager.adopt_sparse(reports)
             self._manager.recorder.add(reports)
-            self._in_flight.launch_remaining(outcome.resolution.unused)
-            self._in_flight.wait_all()
+            queue = self._in_flight.queue
+            if self._in_flight.has_hook and not self._compared:
+                queue.compared_over, self._compared = self._control_group, True
+            try:
+                self._in_flight.launch_remaining(outcome.resolution.unused)
+                self._in_flight.wait_all()
+            finally:
+                queue.compared_over = None
             self._copy_out(outcome.resolution)
         return outcome
 

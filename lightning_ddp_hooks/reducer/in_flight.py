@@ -46,8 +46,7 @@ class InFlightBuckets:
         nonfinite: Looks at each bucket before it is launched; None for nothing.
         divisor: What sums over ranks are divided by.
         launched_by_engine: Whether the engine launches by itself what becomes full during the backward.
-        postponed: Buckets that are full and are launched only at the end of the backward.
-        postpones: Whether full buckets are postponed, since the hook may block the host on the way.
+        postpones: How many full buckets may wait to be launched until it is known which buckets are sent at all.
     """
 
     engine: Engine
@@ -61,13 +60,13 @@ class InFlightBuckets:
         self.nonfinite: GradientGuard | None = None
         self.divisor = float(comm.world_size(group))
         self.launched_by_engine = False
-        self.postpones = False
-        self.postponed: list[int] = []
+        self.postpones = 0
         self._group = group
         self._names: list[tuple[str, ...]] = []
         self._stream_of: dict[torch.device, CommStream] = {}
         self._launched: list[_Launched] = []
         self._sent = 0
+        self._postponed: list[int] = []
         self._unused_values: dict[int, Tensor] = {}
 
     # ------------------------------------------------------------------ between two backwards
@@ -105,7 +104,7 @@ class InFlightBuckets:
     def start(self) -> None:
         """Begin a backward."""
         self._sent = 0
-        self.postponed.clear()
+        self._postponed.clear()
 
     @property
     def under_way(self) -> bool:
@@ -123,21 +122,22 @@ class InFlightBuckets:
 
     def bucket_full(self, index: int) -> None:
         """Launch a bucket that has become full, or postpone it."""
-        if self.postpones:
-            self.postponed.append(index)
-        else:
-            self.launch(index)
+        self._postponed.append(index)
+        while len(self._postponed) > self.postpones:
+            self.launch(self._postponed.pop(0))
 
-    def launch(self, index: int, unused: AbstractSet[int] = frozenset(), *, sends_status: bool = False) -> None:
+    def launch(
+        self, index: int, unused: AbstractSet[int] = frozenset(), *, last: bool = False, sends_status: bool = False
+    ) -> None:
         """Launch a bucket.
 
         Args:
             index: Index of the bucket.
             unused: Parameters whose result will be thrown away.
+            last: Whether no further one is sent in this backward.
             sends_status: Whether the status in its slot is summed along.
         """
         bucket, stream, observer = self.buckets[index], self.streams[index], self.observer
-        last = index == len(self.buckets) - 1
         view = GradBucket(bucket, index, last, self._names[index], self.divisor)
         if unused:
             inside = zip(bucket.layout.indices, self._names[index], strict=True)
@@ -171,18 +171,19 @@ class InFlightBuckets:
             sends_status: Whether the last bucket's status is summed along.
             as_zeros: Whether zeros take the place of gradients: an exception has ended this rank's backward.
         """
-        engine, last = self.engine, len(self.buckets) - 1
-        for index in self.postponed:
-            self.launch(index)
-        self.postponed.clear()
-        used = engine.used() if engine.launched <= last else b""
-        for index in range(engine.launched, last + 1):
-            bucket, status = self.buckets[index], sends_status and index == last
-            if unused.issuperset(bucket.layout.indices):
-                continue
+        engine, end = self.engine, len(self.buckets)
+        remaining = [i for i in range(engine.launched, end) if not unused.issuperset(self.buckets[i].layout.indices)]
+        last = max([*self._postponed, *remaining], default=-1)
+        for index in self._postponed:
+            self.launch(index, last=index == last)
+        self._postponed.clear()
+        used = engine.used() if remaining else b""
+        for index in remaining:
+            bucket, is_last = self.buckets[index], index == last
+            status = sends_status and is_last
             if as_zeros:
                 bucket.buffer.zero_()
-                self.launch(index, sends_status=status)
+                self.launch(index, last=is_last, sends_status=status)
                 continue
             members = list(zip(bucket.layout.indices, bucket.params, bucket.views, strict=True))
             for i, param, view in members:
@@ -191,15 +192,15 @@ class InFlightBuckets:
                     self._unused_values[i] = view.clone()
             engine.fill(index)
             if not self.has_hook:
-                self.launch(index, sends_status=status)
+                self.launch(index, last=is_last, sends_status=status)
                 continue
             frozen = {i for i, param, _ in members if not used[i] and not param.requires_grad}
             for i, param, view in members:
                 # A hook must not choose or scale by gradients of earlier backwards.
                 if i in unused and (i in self._unused_values or param.grad is not view):
                     view.zero_()
-            self.launch(index, unused | frozen, sends_status=status)
-        engine.launched = last + 1
+            self.launch(index, unused | frozen, last=is_last, sends_status=status)
+        engine.launched = end
 
     def wait_all(self, *, reads_status: bool = False) -> DeferredRead | None:
         """Wait for all launched buckets; the reduced values are in the buckets then."""
@@ -253,7 +254,7 @@ class InFlightBuckets:
         """Let go of what was launched."""
         self._launched.clear()
         self._unused_values.clear()
-        self.postponed.clear()
+        self._postponed.clear()
         self.queue.forget()
 
     # ------------------------------------------------------------------ facts, end

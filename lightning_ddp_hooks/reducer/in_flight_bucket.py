@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
-from lightning_ddp_hooks.reducer.issue import Issued, is_done, subgroups_of, takes_along
+from lightning_ddp_hooks.reducer.issue import Issued, describe_request, is_done, subgroups_of, takes_along
 from lightning_ddp_hooks.reducer.requests import Phases, Request
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class InFlightBucket:
     def may_go_on(self, earlier: EarlierBuckets) -> bool:
         """Tell whether it can be moved on now without waiting, and in order."""
         if self._phases is None:
-            return earlier.all_finished or not self._hook.one_at_a_time
+            one_at_a_time = self._hook.one_at_a_time or self._queue.compared_over is not None
+            return earlier.all_finished or not one_at_a_time
         if self._issued is not None:
             return all(is_done(handle) for handle in self._issued.handles)
         request = self._request
@@ -135,22 +137,37 @@ class InFlightBucket:
             return
         self.passed_turn |= isinstance(request, requests.InOrder)
         self._request = None
-        self._resume()
+        self.block()
 
     def block(self) -> None:
-        """Wait for what is in flight, and resume the hook."""
-        assert self._issued is not None
+        """Wait for what is in flight, if anything is, and resume the hook."""
+        if self._queue.compared_over is None:
+            self._run_hook()
+        else:
+            self._run_hook_compared()
+        if self.finished and self.on_finished is not None:
+            self.on_finished()
+
+    def _run_hook_compared(self) -> None:
+        place = describe(self._bucket)
         try:
-            for handle in self._issued.handles:
+            self._run_hook()
+        except Exception as error:
+            with suppress(RuntimeError):  # this rank has an error of its own to raise
+                self._queue.compare(place, f"{type(error).__name__}: {error}")
+            raise
+        self._queue.compare(place, "the end" if self.finished else describe_request(self._request))
+
+    def _run_hook(self) -> None:
+        issued = self._issued
+        try:
+            for handle in () if issued is None else issued.handles:
                 handle.wait()
         except Exception as error:
             raise RuntimeError(
                 f"Communication hook {self._hook.name} failed on {describe(self._bucket)}: {error}"
             ) from error
-        self._resume()
-
-    def _resume(self) -> None:
-        issued, self._issued = self._issued, None
+        self._issued = None
         # Not in the generator, where it would reach into the code that runs between two phases.
         with torch.no_grad(), comm.counted_in(self._total):
             try:
@@ -164,8 +181,6 @@ class InFlightBucket:
                 if end.value is not None:
                     self._result = check_result(self._hook.name, self._bucket, end.value)
                 self.finished = True
-        if self.finished and self.on_finished is not None:
-            self.on_finished()
 
     def wait(self) -> Tensor:
         """Block until the bucket is reduced; return the reduced values, which may lie in the bucket's own buffer."""

@@ -121,6 +121,18 @@ def subgroups_of(request: Request) -> Iterator[Subgroup | None]:
         yield getattr(request, "subgroup", None)
 
 
+def describe_request(request: Request | None) -> str:
+    """Describe a request by what must be the same on all ranks: parts of the ranks may send other amounts."""
+    name = type(request).__name__
+    if isinstance(request, requests.Together):
+        return f"{name} [{', '.join(map(describe_request, request.requests))}]"
+    tensor = getattr(request, "tensor", None)
+    if not isinstance(tensor, Tensor) or getattr(request, "subgroup", None) is not None:
+        return name
+    source = f" from {request.source}" if isinstance(request, requests.Broadcast) else ""
+    return f"{name} of {tensor.numel()} elements in {tensor.dtype}{source}"
+
+
 def is_done(handle: Any) -> bool:
     """Tell whether something in flight is done; False if there is no way to tell."""
     done = getattr(handle, "done", None) or getattr(handle, "is_completed", None)

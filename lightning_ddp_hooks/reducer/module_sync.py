@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.reducer.agreement import ranks_text
+from lightning_ddp_hooks.reducer.real_values import as_real, write_real
 
 CHUNK_BYTES = 250 << 20
 _MODELS_DIFFER = (
@@ -86,7 +87,7 @@ class _Sent(NamedTuple):
 
     @classmethod
     def start(cls, chunk: list[Tensor], group: comm.ProcessGroup, src: int, sends: bool) -> _Sent:
-        parts = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in chunk]
+        parts = [as_real(tensor) for tensor in chunk]
         flat = _compat.flatten(parts) if sends else parts[0].new_empty(sum(part.numel() for part in parts))
         return cls(chunk, parts, flat, comm.broadcast(flat, group, src))
 
@@ -94,7 +95,7 @@ class _Sent(NamedTuple):
         self.work.wait()
         if not sends:
             with _compat.preserve_versions(self.chunk):
-                _compat.foreach_copy_(self.parts, _compat.unflatten(self.flat, self.parts))
+                write_real(self.chunk, _compat.unflatten(self.flat, self.parts))
 
 
 def _chunks(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

@@ -24,6 +24,7 @@ from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.reducer.autograd_hooks import EndOfBackward, GradientHooks
 from lightning_ddp_hooks.reducer.bucket import Bucket
 from lightning_ddp_hooks.reducer.engine import EAGER_NUMEL, EngineCallbacks
+from lightning_ddp_hooks.reducer.real_values import is_lazy
 from lightning_ddp_hooks.reducer.stream import CommStream
 
 _NEVER_FULL = 1 << 60
@@ -51,6 +52,13 @@ def _without_grad(function: Callable[_P, None]) -> Callable[_P, None]:
 class PythonEngine:
     """Counts gradients, copies them into buckets and back.
 
+    Args:
+        params: Parameters whose gradients come.
+        callbacks: Whom it reports to.
+        views: Whether ``.grad`` is to be a slice of the bucket.
+        skips_undefined: Whether a gradient that is None, as a Function may return it, counts as one that has not come,
+            and not as zeros.
+
     Attributes:
         backend: Name of this kind of engine.
         launches_mean: Whether it can launch the mean by itself.
@@ -64,7 +72,9 @@ class PythonEngine:
     backend = "python"
     launches_mean = False
 
-    def __init__(self, params: Sequence[Tensor], callbacks: EngineCallbacks, *, views: bool) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], callbacks: EngineCallbacks, *, views: bool, skips_undefined: bool = False
+    ) -> None:
         self.sync = True
         self.recording = True
         self.callback_queued = False
@@ -79,6 +89,7 @@ class PythonEngine:
         self._closing = weakref.finalize(callbacks, self.close)
         self._closing.atexit = False
         self._views = views
+        self._skips_undefined = skips_undefined
         self._scale = 1.0
         self._buckets: list[Bucket] = []
         self._used = bytearray(len(params))
@@ -193,12 +204,15 @@ class PythonEngine:
         self.active = False
 
     def _gradient_ready(self, index: int, param: Tensor) -> None:
-        self._used[index] = 1
+        came = not self._skips_undefined or param.grad is not None
+        self._used[index] |= came
         if not self.sync:
             return
         if not (self.active and self.callback_queued):
             self._begin()
-            self._used[index] = 1  # forgotten if an aborted backward was given up
+            self._used[index] |= came  # forgotten if an aborted backward was given up
+        if not came:
+            return
         left = self._left[index] - 1
         self._left[index] = left
         if left:
@@ -306,7 +320,7 @@ class PythonEngine:
             if self._views:
                 if gradient is not view:
                     param.grad = view
-            elif gradient is None:
+            elif gradient is None or is_lazy(gradient):
                 param.grad = torch.empty_like(param).copy_(view)
             else:
                 targets.append(gradient)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer import requests
+from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.in_flight_bucket import BucketHook, EarlierBuckets, InFlightBucket
 from lightning_ddp_hooks.reducer.issue import Issued, issue_collective
@@ -57,6 +58,8 @@ class CollectiveQueue:
         hook: Hook that reduces the buckets.
         at_once: Whether waiting only queues.
         all_launched: Whether all buckets of the round are launched.
+        compared_over: CPU group over which ranks compare each request before it is issued, one bucket at a time; None
+            if they do not.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class CollectiveQueue:
         self._status: Tensor | None = None
         self._status_work: comm.Work | None = None
         self.all_launched = False
+        self.compared_over: comm.ProcessGroup | None = None
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
         """Make groups of parts of the ranks; collective."""
@@ -184,6 +188,21 @@ class CollectiveQueue:
         self.hook = PlainMean()  # a hook knows the queue by its subgroups
 
     # ------------------------------------------------------------------ issuing
+
+    def compare(self, bucket: str, step: str) -> None:
+        """Raise on all ranks if their hooks do not go on with the same step; collective."""
+        assert self.compared_over is not None
+        with comm.counted_as(CONTROL):
+            steps = comm.all_gather_object((bucket, step), self.compared_over)
+        if len(set(steps)) > 1:
+            sides = "; ".join(
+                f"{ranks_text([rank for rank, its in enumerate(steps) if its == one])}: {one[1]} for {one[0]}"
+                for one in dict.fromkeys(steps)
+            )
+            raise RuntimeError(
+                f"Communication hook {self.hook.name} does not do the same on all ranks. {sides}. A hook must yield "
+                "the same requests on every rank: no `if` on what only one rank knows."
+            )
 
     def has_lane(self, subgroup: Subgroup | None, stage: int) -> bool:
         """Tell whether there is a lane for the collectives of a stage."""

@@ -7,7 +7,8 @@ end of backward ----> BackwardEnd.finish: agree -> launch the rest -> wait -> co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -137,8 +138,10 @@ class Reducer(SyncedBackwards):
         if self.synced_backwards or self._engine.active:
             raise RuntimeError("A communication hook must be registered before the first backward.")
         self.queue.hook, self._in_flight.has_hook = hook, True
-        # One that blocks within a launch would wait for ranks that wait for its rank's flags.
-        self._in_flight.postpones = hook.one_at_a_time and self._end.uses_flags
+        if self._end.uses_flags:
+            # Only the flags tell which bucket is the last one, so one is kept back; and all of them where the hook may
+            # block within a launch: it would wait for ranks that wait for this rank's flags.
+            self._in_flight.postpones = sys.maxsize if hook.one_at_a_time else 1
         self._in_flight.select_launch_path()
         if self._manager.has_keys():
             self._manager.lay_out_initially()

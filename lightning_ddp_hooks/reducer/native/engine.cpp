@@ -27,9 +27,11 @@ Engine::Bucket::Bucket(BucketSpec&& spec)
       fuses(Scaler::fuses(buffer)),
       sum(spec.stream) {}
 
-Engine::Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, int64_t eager_numel)
+Engine::Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, bool skips_undefined,
+               int64_t eager_numel)
     : params_(params.size()),
       views_(views),
+      skips_undefined_(skips_undefined),
       on_host_(std::all_of(params.begin(), params.end(), [](const at::Tensor& param) { return param.is_cpu(); })),
       eager_numel_(eager_numel),
       callbacks_(callbacks),
@@ -191,14 +193,18 @@ void Engine::stop() {
 
 void Engine::gradient_ready(size_t index) {
   auto& param = params_[index];
-  param.used = true;
+  const bool came = !skips_undefined_ || param.tensor.mutable_grad().defined();
+  param.used |= came;
   if (!sync) {
     return;
   }
   std::shared_ptr<Engine> alive;
   if (!active || !callback_queued) {
     alive = begin_backward();
-    param.used = true;  // forgotten if an aborted backward was given up
+    param.used |= came;  // forgotten if an aborted backward was given up
+  }
+  if (!came) {
+    return;
   }
   const auto left = --param.left;
   if (left != 0) {
@@ -409,7 +415,7 @@ void Engine::copy_out(size_t index, const std::vector<int64_t>& untouched) {
       if (!gradient.is_same(param.view)) {
         gradient = param.view;
       }
-    } else if (!gradient.defined()) {
+    } else if (!gradient.defined() || gradient.is_conj() || gradient.is_neg()) {
       gradient = at::empty_like(param.tensor).copy_(param.view);
     } else if (bucket.buffer.is_cpu()) {
       copy_into(gradient, param.view);

@@ -36,7 +36,7 @@ struct BucketSpec {
 class Engine final : public GradientListener, public std::enable_shared_from_this<Engine> {
  public:
   // Needs the GIL, as `callbacks` does.
-  Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, int64_t eager_numel);
+  Engine(std::vector<at::Tensor> params, PyObject* callbacks, bool views, bool skips_undefined, int64_t eager_numel);
 
   // Called by the hooks.
   void gradient_ready(size_t param) override;
@@ -115,6 +115,7 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
   std::vector<int64_t> order_;
   std::vector<int64_t> late_;
   const bool views_;
+  const bool skips_undefined_;
   // Then autograd drops a callback in the thread that has called it, which alone may touch gradients.
   const bool on_host_;
   const int64_t eager_numel_;

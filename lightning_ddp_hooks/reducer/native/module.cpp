@@ -37,8 +37,8 @@ std::vector<BucketSpec> read_buckets(const py::sequence& buckets, const py::sequ
 
 // The lock of an engine is not waited for with the GIL in hand (see Anchor), not even while an engine is destroyed.
 std::shared_ptr<Engine> make_engine(std::vector<at::Tensor> params, py::handle callbacks, bool views,
-                                    int64_t eager_numel) {
-  return {new Engine(std::move(params), callbacks.ptr(), views, eager_numel), [](Engine* engine) {
+                                    bool skips_undefined, int64_t eager_numel) {
+  return {new Engine(std::move(params), callbacks.ptr(), views, skips_undefined, eager_numel), [](Engine* engine) {
             if (PyGILState_Check()) {
               const py::gil_scoped_release no_gil;
               delete engine;
@@ -65,7 +65,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // Local to the module, so that two builds can be loaded side by side.
   py::class_<Engine, std::shared_ptr<Engine>>(m, "NativeEngine", py::module_local())
       .def(py::init(&make_engine), py::arg("params"), py::arg("callbacks"), py::kw_only(), py::arg("views"),
-           py::arg("eager_numel"))
+           py::arg("skips_undefined") = false, py::arg("eager_numel"))
       .def_property_readonly_static("backend", [](py::handle) { return "native"; })
       .def_property_readonly_static("launches_mean", [](py::handle) { return true; })
       .def_property_readonly("complete", py::cpp_function(&Engine::complete, NoGil()))
