@@ -2,7 +2,7 @@
 
     python benchmarks/soak_backwards.py --batches 50
 
-Stops at the first batch with a program whose gradients differ, and prints it.
+Stops at the first batch with programs whose gradients differ, and prints them.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from backward_programs import Program, programs
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
 from test_backward_programs import check
 
@@ -36,6 +36,7 @@ def main() -> None:
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
     )
     @given(batch=st.lists(programs(args.length), min_size=args.programs, max_size=args.programs))
     def soak(batch: list[Program]) -> None:

@@ -19,6 +19,7 @@ in flight behind it. A rank whose backward an exception has ended does its part 
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, NamedTuple
 
 import torch
@@ -262,7 +263,7 @@ class BackwardEnd:
         except RuntimeError as error:
             return Outcome(Resolution(), error)
         if lost := [name for name in pending.report.trainable if name not in {*now, *self._parameters.names}]:
-            return Outcome(Resolution(), RuntimeError(unfrozen_once_text(lost)))
+            warnings.warn(unfrozen_once_text(lost), stacklevel=2)
         # Its gradients have been used as they were.
         return Outcome(Resolution(relayout=outcome.resolution.relayout))
 

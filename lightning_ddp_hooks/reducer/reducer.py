@@ -8,7 +8,7 @@ end of backward ----> BackwardEnd.finish: agree -> launch the rest -> wait -> co
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal

@@ -1,5 +1,6 @@
 """No rank acts on what the others cannot know at the same point: what one finds out alone is settled later."""
 
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal
@@ -240,6 +241,51 @@ def test_a_buffer_of_another_shape_on_one_rank_raises_on_all(backend: Backend) -
             assert "cache: shape (3,)" in found[2]
     for found in run_ranks(_replace_a_buffer, backend, [0, 1]):
         assert found == ["nothing"] * 6 + [[0, 0, 0]]
+
+
+def _settled_in_mid_window(backend: Backend) -> list[Any]:
+    run = Ranks(backend)
+    run.net.layers[0].requires_grad_(False)
+    found = [_what_raises(run.step, WARM)]
+    run.optimizer.zero_grad()
+    with run.model.no_sync():
+        run.loss(WARM + 1).backward()
+    found.append(_what_raises(run.meet))  # lays out anew
+    run.loss(WARM + 2, without=2).backward()  # of that layer there is a gradient from before
+    run.optimizer.step()
+    return [*found, _what_raises(run.step, WARM + 3), _what_raises(run.meet), run.replicas_are_alike()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_new_layout_in_mid_window_knows_of_the_gradients_before_it(backend: Backend) -> None:
+    assert run_ranks(_settled_in_mid_window, backend) == [["nothing"] * 4 + [True]] * 2
+
+
+def _swapped_in_each_step(backend: Backend, settings: dict[str, Any]) -> list[Any]:
+    run = Ranks(backend, **settings)
+    run.net.layers[1].requires_grad_(False)
+    for step in range(WARM, 2 * WARM + 1):
+        run.step(step)
+    trained = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            for index in (0, 1):
+                run.net.layers[index].requires_grad_(index != step % 2)
+            before = run.net.layers[(step + 1) % 2].weight.detach().cpu().clone()
+            run.step(10 + step)
+            trained.append(not torch.equal(before, run.net.layers[(step + 1) % 2].weight.detach().cpu()))
+    return [trained, sum("in one backward only" in str(w.message) for w in caught), run.replicas_are_alike()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_may_be_swapped_in_each_step_once_all_ranks_know(backend: Backend) -> None:
+    for trained, warned, alike in run_ranks(_swapped_in_each_step, backend, {}):
+        assert trained == [False] + [True] * 5
+        assert (warned, alike) == (1, True)
+    for trained, warned, alike in run_ranks(_swapped_in_each_step, backend, {"find_unused_parameters": True}):
+        assert trained == [True] * 6
+        assert (warned, alike) == (0, True)
 
 
 def _status_behind_a_slow_kernel(backend: Backend, before: str) -> list[Any]:
