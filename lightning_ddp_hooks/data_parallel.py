@@ -78,7 +78,7 @@ class DataParallel(nn.Module, Joinable):
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the plain mean.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
-        first_bucket_mb: the same for the first bucket, in MiB.
+        first_bucket_mb: the same for the first bucket; None for 1 MiB, or for `bucket_cap_mb` if that is less.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
         static_graph: learn in the first backward which parameters are used, and rely on it.
@@ -109,7 +109,7 @@ class DataParallel(nn.Module, Joinable):
         *,
         comm_hook: HookLike | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
-        first_bucket_mb: float = 1,
+        first_bucket_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
