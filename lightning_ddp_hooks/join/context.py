@@ -235,4 +235,3 @@ class Join:
         for hook in self._hooks:
             hook.post_hook(is_last_joiner)
         comm.destroy_group(self._group)
-

@@ -7,7 +7,6 @@ import torch
 from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.join.agreement import post_row
 from lightning_ddp_hooks.join.context import JoinHook
-from lightning_ddp_hooks.reducer.module_sync import broadcast_tensors
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 FORWARD, BUFFERS, BACKWARD = range(3)
