@@ -1,7 +1,7 @@
 """Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
 
 from lightning_ddp_hooks import averaging, callbacks, hooks, join, optim
-from lightning_ddp_hooks.data_parallel import DataParallel
+from lightning_ddp_hooks.data_parallel import DataParallel, DistributedDataParallel
 from lightning_ddp_hooks.lightning.fabric import FabricDDPHooksStrategy
 from lightning_ddp_hooks.lightning.names import register
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
@@ -15,6 +15,7 @@ shm_backend.register()
 __all__ = [
     "DDPHooksStrategy",
     "DataParallel",
+    "DistributedDataParallel",
     "FabricDDPHooksStrategy",
     "GradBucket",
     "__version__",

@@ -24,7 +24,7 @@ from lightning_ddp_hooks.optim.sharding import diverging_part
 from lightning_ddp_hooks.reducer.config import ReducerConfig
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-Taker = Literal["DDPHooksStrategy", "FabricDDPHooksStrategy", "DataParallel"]
+Taker = Literal["DDPHooksStrategy", "FabricDDPHooksStrategy", "DistributedDataParallel"]
 
 _CHOICES = {
     "gradient_weighting": ("ranks", "samples"),
@@ -169,7 +169,7 @@ class FitSettings(Settings):
 
 def settings_of(taker: Taker) -> list[str]:
     """Return the names of the settings that a constructor takes."""
-    if taker == "DataParallel":
+    if taker == "DistributedDataParallel":
         return ["comm_hook", *(entry.name for entry in fields(ReducerConfig))]
     names = [entry.name for entry in fields(Settings)]
     return names if taker == "DDPHooksStrategy" else [name for name in names if name not in _TRAINER_ONLY]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
-from typing import Any, Literal, ParamSpec
+from dataclasses import fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
+from lightning_ddp_hooks.join.data import map_tensors
 from lightning_ddp_hooks.join.data_parallel import (
     BACKWARD,
     BUFFERS,
@@ -24,66 +25,53 @@ from lightning_ddp_hooks.join.data_parallel import (
     DataParallelJoinHook,
     HeldGradients,
 )
+from lightning_ddp_hooks.reducer.config import DEFAULT_CAP_MB, ReducerConfig
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.run import TrainingRun
+from lightning_ddp_hooks.torch_arguments import as_logging_data, check_torch_only, device_named, group_from
 from lightning_ddp_hooks.weak import weakly
 
-_P = ParamSpec("_P")
-_ON_ITS_DEVICE = "put the module on its device before, as in `DataParallel(module.to(device))`, and the batches too"
-_LAID_OUT_BY_USE = "buckets are laid out in the order in which gradients come"
-_INSTEAD = {
-    "device_ids": _ON_ITS_DEVICE,
-    "output_device": _ON_ITS_DEVICE,
-    "dim": "nothing is scattered: each process runs its own batch on one device",
-    "init_sync": "models are always compared, and rank 0's parameters sent to all",
-    "forward_sync_buffers": "its name here is `broadcast_buffers`",
-    "bucket_cap_mb_list": "set `bucket_cap_mb` and `first_bucket_mb`",
-    "batched_grad_copy": "copies are always batched",
-    "check_reduction": "a reduction that is missing is always noticed",
-    "delay_all_reduce_named_params": _LAID_OUT_BY_USE,
-    "param_to_hook_all_reduce": _LAID_OUT_BY_USE,
-    "skip_all_reduce_unused_params": "with `find_unused_parameters=True` a bucket that no rank used is not sent",
-    "mixed_precision": 'run the forward under `torch.autocast`; `comm_hook="bf16"` sends gradients in 16 bits',
-    "device_mesh": "pass one dimension of the mesh, as in `process_group=mesh.get_group()`",
-}
-"""What to do instead of the arguments that only torch's DistributedDataParallel has."""
+_SETTINGS = frozenset(entry.name for entry in fields(ReducerConfig))
 
 
-def _refuse_torchs_own(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Say more than Python does where an argument is one of torch's; the signature stays as it is."""
-
-    @wraps(init)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        wrong = [name for name in kwargs if name in _INSTEAD]
-        if wrong:
-            raise TypeError(
-                "DataParallel does not have all arguments of torch's DistributedDataParallel. "
-                + " ".join(f"Leave out `{name}`: {_INSTEAD[name]}." for name in wrong)
-            )
-        init(*args, **kwargs)
-
-    return checked
-
-
-class DataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, Joinable):
     """Trains a module on several ranks: each rank runs its own batch, gradients become the mean over the ranks.
 
     Construction is collective: it compares the model over the ranks and sends rank 0's parameters and buffers to all.
     The gradients are reduced during ``loss.backward()``, which returns when they are in ``.grad``. Every rank must run
     a backward in each step; a rank that leaves one out is only noticed under a Trainer (`DDPHooksStrategy`).
 
+    Takes the arguments of torch's DistributedDataParallel where that is possible; the rest raise and say what to do.
+    `DataParallel` is another name of this class.
+
     Args:
         module: the module to train, on one device.
+        device_ids: a list with the module's device, to which inputs are moved then; a process group is taken for
+            ``process_group``.
+        output_device: the module's device.
+        dim: 0.
         process_group: the ranks; None for all.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the plain mean.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
-        first_bucket_mb: the same for the first bucket, in MiB.
+        first_bucket_mb: the same for the first bucket; None for 1 MiB, or for `bucket_cap_mb` if that is less.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
         static_graph: learn in the first backward which parameters are used, and rely on it.
         broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
+        init_sync: send rank 0's parameters and buffers to all at construction; without it the caller has made them
+            equal.
+        device_mesh: the ranks, as a mesh of one dimension.
+        forward_sync_buffers: whether buffers are sent before forwards; in any case they are at construction.
+        check_reduction: no effect, as in torch: a reduction that is missing is always noticed.
+        batched_grad_copy: no effect: copies are always batched.
+        skip_all_reduce_unused_params: no effect: with ``find_unused_parameters=True`` a bucket that no rank used is
+            never sent.
+        bucket_cap_mb_list: None; see ``first_bucket_mb``.
+        delay_all_reduce_named_params: None.
+        param_to_hook_all_reduce: None.
+        mixed_precision: None; use ``torch.autocast``.
 
     Raises:
         RuntimeError: no process group is initialised, or the ranks' models or settings differ.
@@ -101,30 +89,59 @@ class DataParallel(nn.Module, Joinable):
 
     join_kinds = KINDS
 
-    @_refuse_torchs_own
     def __init__(
         self,
         module: nn.Module,
-        process_group: comm.ProcessGroup | None = None,
+        device_ids: Sequence[int | torch.device | str] | comm.ProcessGroup | None = None,
+        output_device: int | torch.device | str | None = None,
+        dim: int = 0,
         *,
+        process_group: comm.ProcessGroup | None = None,
         comm_hook: HookLike | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
-        first_bucket_mb: float = 1,
+        first_bucket_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         reducer_backend: Literal["auto", "native", "python"] = "auto",
+        init_sync: bool = True,
+        device_mesh: Any = None,
+        forward_sync_buffers: bool | None = None,
+        check_reduction: bool = False,
+        batched_grad_copy: bool = False,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
     ) -> None:
         given = locals()
+        check_torch_only(given)
+        if isinstance(device_ids, comm.ProcessGroup):
+            device_ids, process_group = None, device_ids
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Expected a torch.nn.Module, got {type(module).__name__}.")
+        self._moves_to = device_named(module, device_ids, output_device)
+        process_group = group_from(process_group, device_mesh)
+        given["bucket_cap_mb"] = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        given["broadcast_buffers"] = broadcast_buffers or forward_sync_buffers is not None
         super().__init__()
-        settings = Settings.from_arguments("DataParallel", given, timeout=None)
+        settings = Settings.from_arguments("DistributedDataParallel", given, timeout=None)
         raise_on_conflict(settings.in_fit())
         self.module = module
+        self.dim = dim
+        self.device_ids = None if self._moves_to is None else [self._moves_to.index]
+        self.output_device = None if self._moves_to is None else self._moves_to.index
+        self._sends_buffers = forward_sync_buffers is not False
+        self._start(settings, process_group, init_sync=init_sync)
+
+    def _start(self, settings: Settings, group: comm.ProcessGroup | None, *, init_sync: bool) -> None:
         # Without a clock of the user's, hooks see the number of synchronised backwards.
-        self._run = TrainingRun(module, settings, process_group=process_group, step=None)
+        self._run = TrainingRun(self.module, settings, process_group=group, step=None, init_sync=init_sync)
         self._by_world_size = True
         self._held: HeldGradients | None = None
+        self.reducer.buffers.each_keeps_its_own = not self._sends_buffers
         self.reducer.on_backward_begin = weakly(self._announce_backward)
         self.reducer.on_backward_end = weakly(self._note_backward)
         # Whoever lets go of the wrapper lets go of its hooks, buckets and groups, and may wrap the module anew.
@@ -155,6 +172,8 @@ class DataParallel(nn.Module, Joinable):
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
         self.reducer.finalize_pending_backward(before_forward=True)
         self._run.before_forward(self._announce_forward())
+        if (device := self._moves_to) is not None:
+            args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
         with self._run.graphs_by_bucket():
             output = _compat.compilable(self.module)(*args, **kwargs)
         self._run.after_forward(output)
@@ -253,7 +272,8 @@ class DataParallel(nn.Module, Joinable):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied: process groups and hooks cannot be, and making new ones takes all ranks."""
-        raise TypeError("DataParallel cannot be copied or pickled: copy or save its `.module`, and wrap the copy.")
+        name = type(self).__name__
+        raise TypeError(f"{name} cannot be copied or pickled: copy or save its `.module`, and wrap the copy.")
 
     def stats(self) -> dict[str, object]:
         """Return facts about buckets and communication; see `Reducer.stats`."""
@@ -263,3 +283,67 @@ class DataParallel(nn.Module, Joinable):
         """Remove all hooks, free buckets and groups, and return the module."""
         self._closing()
         return self.module
+
+    # ------------------------------------------------------------------ names of torch's that other packages use
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for torch's attributes that are settings here."""
+        if name in _SETTINGS and "_run" in self.__dict__:
+            return getattr(self._run.settings, name)
+        return super().__getattr__(name)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.join_device
+
+    @property
+    def process_group(self) -> comm.ProcessGroup:
+        """The ranks that train together."""
+        return self.join_process_group
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the backwards of coming forwards reduce gradients; `no_sync` sets it for a while."""
+        return self._run.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._run.sync = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the coming forward begins with a broadcast of buffers, if there are any."""
+        return self.reducer.buffers.due
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self.reducer.buffers.due = value
+
+    def _set_static_graph(self) -> None:
+        """Set ``static_graph=True`` before the first backward; collective."""
+        run = self._run
+        if run.settings.static_graph:
+            return
+        if run.reducer.synced_backwards:
+            raise RuntimeError("`_set_static_graph()` comes before the first backward; pass `static_graph=True`.")
+        settings = replace(run.settings, static_graph=True, find_unused_parameters=False, comm_hook=run.hook.declared)
+        group = run.reducer.parent_group
+        self._closing()
+        self._start(settings, group, init_sync=False)
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Return `stats` in the form of torch's logging data."""
+        return as_logging_data(self.stats(), self.module)
+
+    def _sync_params_and_buffers(self, authoritative_rank: int = 0) -> None:
+        """Give all ranks the parameters and buffers of one, such as the one that loaded a checkpoint; collective."""
+        self.reducer.send_model(authoritative_rank)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Sequence[str]) -> None:
+        """Have parameters and buffers of these names left alone; before the module is wrapped."""
+        _compat.ignore_names(module, names)
+
+
+DataParallel = DistributedDataParallel

@@ -48,7 +48,11 @@ class SkipStepError(Exception):
 
 
 class TrainingRun:
-    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike."""
+    """Trains one model on several ranks. Construction is collective; all calls are made on all ranks alike.
+
+    Attributes:
+        sync: Whether the backwards of coming forwards reduce gradients.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class TrainingRun:
         weighs_samples: bool = False,  # `weights` weigh the losses of ranks by their samples
         agree_on: Mapping[str, object] | None = None,  # further settings that are the same on all ranks, by name
         restored: Mapping[str, Any] | None = None,  # as `read_training_state` returns it
+        init_sync: bool = True,  # rank 0's parameters and buffers are sent to all ranks
         step: int | None = 0,  # the first; None counts synchronised backwards until a step is set
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
@@ -77,7 +82,7 @@ class TrainingRun:
         self._clock = clock
         self._warn = warn
         self._step = step if restored is None else int(restored["step"])
-        self._sync = True
+        self.sync = True
         self._stepping = self._awaits_backward = self._warned = False
         self._backwards_at_step = 0
         self._weights_loaded = False
@@ -91,6 +96,7 @@ class TrainingRun:
             ends_steps=ends_steps,
             timeout=settings.timeout,
             agree_on={**settings.to_agree_on(), "precision's scaler": scaler_text(scaler), **(agree_on or {})},
+            init_sync=init_sync,
         )
         self.reducer.on_backward_begin = weakly(self._begin_backward)
         self.reducer.expects = False  # until a forward or a step
@@ -176,7 +182,7 @@ class TrainingRun:
         if not torch.is_grad_enabled():
             return
         reducer = self.reducer
-        reducer.sync = self._sync and not self.trains_alone
+        reducer.sync = self.sync and not self.trains_alone
         if reducer.sync:
             reducer.buffers.changed()
             self._awaits_backward = True
@@ -201,11 +207,11 @@ class TrainingRun:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""
-        before, self._sync = self._sync, False
+        before, self.sync = self.sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self.sync = before
 
     @contextmanager
     def backward(self, *, joined: bool = False) -> Iterator[None]:

@@ -119,13 +119,12 @@ def grow(lengths: tuple[int, int], at: int, settings: dict[str, Any]) -> list[st
 
 
 def grow_all(backend: str) -> list[list[str]]:
-    cases = [
+    return [
         grow(lengths, at, {**settings, "reducer_backend": backend})
         for settings in POLICIES
         for at in (0, 1, 4)
         for lengths in ((5, 9), (9, 5), (1, 5), (5, 1))
     ]
-    return cases
 
 
 def test_lengths_that_differ_by_rank_raise_on_all_ranks(backend: str) -> None:

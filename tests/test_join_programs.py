@@ -24,7 +24,7 @@ RATE = 0.05
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank does in each epoch: ``batches[epoch][rank][step][backward]`` micro-batches before one is reduced."""
+    """What ranks do: ``batches[epoch][rank][step][backward]`` micro-batches, of which the last one is reduced."""
 
     batches: list[list[list[list[int]]]]
     by_world_size: bool

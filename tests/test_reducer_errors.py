@@ -1,7 +1,6 @@
 """What goes wrong goes wrong on every rank, by name, and leaves no rank waiting."""
 
 import contextlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,23 +51,6 @@ def test_bad_settings_raise_where_they_are_written(settings: Any, error: type[Ex
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ldh.DataParallel(nn.Linear(1, 1))
-
-
-def test_an_argument_that_only_torch_has_is_refused_with_what_to_do() -> None:
-    ours = inspect.signature(ldh.DataParallel).parameters
-    for name in (
-        *("device_ids", "output_device", "dim", "init_sync", "device_mesh", "mixed_precision"),
-        *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params"),
-        *("forward_sync_buffers", "bucket_cap_mb_list", "batched_grad_copy", "check_reduction"),
-    ):
-        with pytest.raises(TypeError, match=f"Leave out `{name}`: "):
-            ldh.DataParallel(nn.Linear(1, 1), **{name: None})
-    with pytest.raises(TypeError, match=r"`device_ids`: put the module on its .* Leave out `mixed_precision`: run the"):
-        ldh.DataParallel(nn.Linear(1, 1), device_ids=[0], mixed_precision=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'device_id'"):
-        ldh.DataParallel(nn.Linear(1, 1), device_id=0)  # type: ignore[call-arg]
-    assert list(ours)[:3] == ["module", "process_group", "comm_hook"]  # for help and command lines
-    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours.values())
 
 
 def _construct() -> list[str]:

@@ -152,6 +152,11 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def ignore_names(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Have data parallelism leave the parameters and buffers of these names alone."""
+    module._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+
+
 def backward_is_nested() -> bool:
     """Tell whether the backward that is just ending runs inside another one (re-entrant checkpointing).
 

@@ -69,7 +69,7 @@ def measure_hooks(
         torch.randn(shape, device=device).to(getattr(torch, dtype))
         for shape, dtype in zip(profile.shapes, profile.dtypes, strict=True)
     ]
-    limits = {cap: [max(1, int(mb * MIB)) for mb in (first_bucket_mb, cap)] for cap in caps}
+    limits = {cap: [max(1, int(mb * MIB)) for mb in (min(first_bucket_mb, cap), cap)] for cap in caps}
     gc.freeze()  # what exists by now belongs to no hook: `_held_bytes` need not look through it
     try:
         with _compat.simulated_world(world_size):

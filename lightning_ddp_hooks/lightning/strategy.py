@@ -72,7 +72,7 @@ class DDPHooksStrategy(DDPStrategy):
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
         optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
-        first_bucket_mb: the same for the first bucket, in MiB.
+        first_bucket_mb: the same for the first bucket; None for 1 MiB, or for `bucket_cap_mb` if that is less.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
         static_graph: learn in the first backward which parameters are used, and rely on it.
@@ -133,7 +133,7 @@ class DDPHooksStrategy(DDPStrategy):
         save_replicas: bool = True,
         optimizer_in_hook: OptimizerInHook | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
-        first_bucket_mb: float = 1,
+        first_bucket_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,

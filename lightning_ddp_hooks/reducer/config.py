@@ -21,7 +21,8 @@ class ReducerConfig:
     Attributes:
         bucket_cap_mb: Size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link, measured after the
             first backward.
-        first_bucket_mb: Size of the first bucket, whose reduction starts earlier if it is small.
+        first_bucket_mb: Size of the first bucket, whose reduction starts earlier if it is small; None for 1 MiB, or for
+            that of the others if they are smaller.
         gradient_as_bucket_view: Whether ``.grad`` is a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: Whether ranks may leave out any parameters in any backward.
         static_graph: Whether the first backward shows for good which parameters are used.
@@ -30,7 +31,7 @@ class ReducerConfig:
     """
 
     bucket_cap_mb: float | Literal["auto"] = 25
-    first_bucket_mb: float = 1
+    first_bucket_mb: float | None = None
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
@@ -41,7 +42,7 @@ class ReducerConfig:
         """Check each value, then their combination."""
         for name in ("bucket_cap_mb", "first_bucket_mb"):
             value = getattr(self, name)
-            if name == "bucket_cap_mb" and value == "auto":
+            if value == ("auto" if name == "bucket_cap_mb" else None):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Expected a number of MiB for `{name}`, got {value!r}.")
@@ -58,9 +59,8 @@ class ReducerConfig:
 
     def limits(self, auto_bytes: int | None = None) -> list[int]:
         """Return bucket sizes in bytes: of the first bucket, of all others."""
-        if self.bucket_cap_mb == "auto":
-            return [_bytes(self.first_bucket_mb), auto_bytes or _bytes(DEFAULT_CAP_MB)]
-        return [_bytes(self.first_bucket_mb), _bytes(self.bucket_cap_mb)]
+        cap = auto_bytes or _bytes(DEFAULT_CAP_MB if self.bucket_cap_mb == "auto" else self.bucket_cap_mb)
+        return [min(_bytes(1), cap) if self.first_bucket_mb is None else _bytes(self.first_bucket_mb), cap]
 
     def settings(self) -> dict[str, object]:
         """Return the values that must be the same on all ranks, by name."""

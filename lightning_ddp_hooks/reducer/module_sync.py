@@ -127,6 +127,7 @@ class Buffers:
     where all ranks compare what they have by then.
 
     Attributes:
+        due: Whether the coming forward begins with a broadcast, if they are sent at all.
         each_keeps_its_own: Whether nothing is sent, since replicas train for themselves.
         replaced: Whether a buffer is not what ranks have agreed on.
     """
@@ -137,7 +138,7 @@ class Buffers:
         self._tables = [(f"{name}." if name else "", table) for name, table in _compat.buffer_tables(module)]
         self._ignored = ignored
         self._group = group
-        self._due = self._broadcasts = broadcasts
+        self.due = self._broadcasts = broadcasts
         self.each_keeps_its_own = False
         self.replaced = False
         self._agreed: dict[str, tuple[_Kind, Tensor]] = {}
@@ -177,16 +178,16 @@ class Buffers:
 
     def changed(self) -> None:
         """Note that the forward of a synced backward has run, in which they may have changed."""
-        self._due = self._broadcasts
+        self.due = self._broadcasts
 
     @property
     def refresh_due(self) -> bool:
         """Whether the coming forward begins with a broadcast; not one that runs within a backward."""
-        return self._due and not self.each_keeps_its_own and _compat.current_backward_id() == -1
+        return self.due and not self.each_keeps_its_own and _compat.current_backward_id() == -1
 
     def refresh(self, src: int = 0) -> None:
         """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own."""
-        self._due = False
+        self.due = False
         if not self.each_keeps_its_own and (buffers := self.to_send()):
             with _compat.span("ldh::broadcast_buffers"), comm.counted_as("buffers"):
                 broadcast_tensors(buffers, self._group, src)

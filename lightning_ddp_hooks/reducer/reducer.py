@@ -48,6 +48,7 @@ class Reducer(SyncedBackwards):
         ends_steps: Whether `end_step` is called after each step, which shows if a rank ran fewer backwards than others.
         timeout: Timeout of the reducer's own groups; None for that of ``process_group``.
         agree_on: Further settings that must be the same on all ranks, by name.
+        init_sync: Whether rank 0's parameters and buffers are sent to all; else they are only compared by shape.
 
     Attributes:
         failed: Whether this rank ends with an error, so that others may be anywhere.
@@ -67,6 +68,7 @@ class Reducer(SyncedBackwards):
         ends_steps: bool = False,
         timeout: timedelta | None = None,
         agree_on: Mapping[str, object] | None = None,
+        init_sync: bool = True,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"Expected a torch.nn.Module, got {type(module).__name__}.")
@@ -95,7 +97,8 @@ class Reducer(SyncedBackwards):
         tensors: list[tuple[str, Tensor]] = [*self._parameters.named(), *self.buffers.named().items()]
         check_same_on_all_ranks(tensors, {**self.config.settings(), **(agree_on or {})}, self.control_group)
         make_engine = engine_factory_on_all_ranks(self.config.reducer_backend, self.control_group)
-        self.send_model()
+        if init_sync:
+            self.send_model()
 
         super().__init__()
         self.failed = False

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from lightning_ddp_hooks import DataParallel, DDPHooksStrategy, FabricDDPHooksStrategy
+from lightning_ddp_hooks import DDPHooksStrategy, DistributedDataParallel, FabricDDPHooksStrategy
 from lightning_ddp_hooks.config import Settings, settings_of
 
-TAKERS = [DDPHooksStrategy, FabricDDPHooksStrategy, DataParallel]
+TAKERS = [DDPHooksStrategy, FabricDDPHooksStrategy, DistributedDataParallel]
+TORCHS = {"process_group", "init_sync", "device_mesh", "forward_sync_buffers", "check_reduction", "batched_grad_copy"}
+TORCHS |= {"skip_all_reduce_unused_params", "bucket_cap_mb_list", "delay_all_reduce_named_params"}
+TORCHS |= {"param_to_hook_all_reduce", "mixed_precision"}
 LIGHTNINGS = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"}
 
 
@@ -19,7 +22,7 @@ def own_arguments(taker: type) -> dict[str, tuple[Any, Any]]:
     return {
         name: (parameter.default, parameter.annotation)
         for name, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in LIGHTNINGS
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in LIGHTNINGS | TORCHS
     }
 
 
