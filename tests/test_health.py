@@ -214,7 +214,7 @@ def _look_at_a_blocked_thread(size: int) -> str:
 def test_the_collective_in_which_a_thread_is_blocked_is_found() -> None:
     root, other = run_ranks(_look_at_a_blocked_thread, 4)
     assert root == ""
-    assert other.startswith("`broadcast` called by run (threading.py:")
+    assert other.startswith("`broadcast` in run (threading.py:")
     assert run_ranks(_look_at_a_blocked_thread, 1 << 20) == ["", ""]  # it may be on its way
 
 

@@ -14,6 +14,7 @@ import pytest
 from ranks import run_ranks
 
 from lightning_ddp_hooks.__main__ import _parser, main
+from lightning_ddp_hooks.cli import doctor
 
 MODULES = """
 import logging
@@ -294,6 +295,15 @@ def test_doctor_examines_this_machine_and_its_ranks() -> None:
         assert any(subject.startswith(expected) for subject in subjects), text
     assert "clocks" in text
     assert "bit/s, " in text
+
+
+def test_doctor_knows_what_restarts_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._restarts() == []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    (finding,) = doctor._restarts()
+    assert finding.verdict == "warn"
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert doctor._restarts()[0].verdict == "ok"
 
 
 def test_bench_and_doctor_do_not_start_processes_under_torchrun(

@@ -5,13 +5,33 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Literal
+
+
+@contextmanager
+def beside_progress_bar() -> Iterator[None]:
+    """Have what is logged, or warned of, under this context stand above a progress bar that is open, not within it."""
+    from tqdm import tqdm
+
+    # Under rich's bar `sys.stderr` writes above it, but log handlers keep the stream that they have begun with.
+    loggers = [logging.getLogger(name) for name in (None, "lightning", "lightning.pytorch", "lightning.fabric")]
+    handlers = {handler for logger in loggers for handler in logger.handlers if type(handler) is logging.StreamHandler}
+    streams = {handler: handler.stream for handler in handlers if handler.stream is sys.__stderr__}
+    for handler in streams:
+        handler.setStream(sys.stderr)
+    try:
+        with tqdm.external_write_mode(file=sys.stderr):
+            yield
+    finally:
+        for handler, stream in streams.items():
+            handler.setStream(stream)
 
 
 def averages_by_itself(strategy: object) -> bool:

@@ -134,6 +134,7 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
             _same_versions(everyone),
             _every_pair(group, device, control),
             _clocks(control),
+            *_restarts(),
         ]
     finally:
         comm.destroy_group(control)
@@ -142,6 +143,17 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
     speed = f"{bandwidth_text(link.bandwidth)}, {1e6 * link.latency:.0f} us a message ({comm.backend_name(group)})"
     hint = "; slow: ask `advise` which hook helps" if slow else ""
     return [*findings, Finding("warn" if slow else "ok", "link", f"{speed}{hint}")]
+
+
+def _restarts() -> list[Finding]:
+    """Check what `torchrun --max-restarts` needs to find the ranks again."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+        return []
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    if os.environ.get(name) == "1":
+        return [Finding("ok", "restarts", f"{name}=1: each attempt has a store of its own")]
+    text = f"with --max-restarts set {name}=1 for torchrun: else gloo often cannot connect the ranks a second time"
+    return [Finding("warn", "restarts", text)]
 
 
 def _same_versions(everyone: list[dict[str, str]]) -> Finding:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 
 from torch import Tensor
 
@@ -22,6 +23,21 @@ MAX_TEXT = 6000
 _SMALL_BYTES = 1 << 16
 # Where waiting is done; elsewhere in ``torch.distributed`` there is also work, such as checkpoints that are written.
 _COLLECTIVES = "torch.distributed.distributed_c10d"
+CALLED_BY = " called by "
+"""What stands before the user's line."""
+_OURS = __name__.partition(".")[0]
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_LIBRARIES = {
+    _OURS,
+    *_LIGHTNING,
+    "torch",
+    "torchmetrics",
+    "lightning_utilities",
+    "contextlib",
+    "functools",
+    "threading",
+}
+_ENTRY_POINTS = ("fit", "validate", "test", "predict")  # of the Trainer: what calls them says nothing
 _PICKLING = ("_object_to_tensor", "_tensor_to_object")
 # How many heartbeats all ranks together may read from the store in a second.
 _READS_PER_SECOND = 50_000
@@ -55,11 +71,12 @@ class Progress:
 
 
 def blocking_collective(thread: int) -> str:
-    """Return which collective a thread waits in and where it was called, as in "`barrier` called by fit (train.py:31)".
+    """Return which collective a thread waits in, and whose line asked for it: "`barrier` called by f (train.py:31)".
 
     A thread that is blocked cannot say so itself, but Python's stack shows the collectives of Lightning, of metrics and
-    of the user too. The text is empty outside a collective of ``torch.distributed``, and for one that moves more than a
-    few numbers, since it may be making progress. The thread is named by its ``threading.get_ident``.
+    of the user too. Where a step, a hook or a callback of the user's calls what communicates, that line is named; else
+    Lightning's, after "in". The text is empty outside a collective of ``torch.distributed``, and for one that moves
+    more than a few numbers, since it may be making progress. The thread is named by its ``threading.get_ident``.
     """
     frame, call = sys._current_frames().get(thread), None
     if frame is None or frame.f_globals.get("__name__") != _COLLECTIVES or frame.f_code.co_name in _PICKLING:
@@ -70,10 +87,26 @@ def blocking_collective(thread: int) -> str:
             return ""
     if call is None or frame is None:
         return ""
-    code = frame.f_code
     # A decorator of torch's stands between the call and what is called.
     name = getattr(call.f_locals.get("func"), "__name__", call.f_code.co_name)
-    return f"`{name}` called by {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    users: FrameType | None = frame
+    called = call
+    while users is not None and _package(users) in _LIBRARIES:
+        called, users = users, users.f_back
+        if _package(frame) == _OURS:
+            frame = users or frame
+    if users is None or (_package(called) in _LIGHTNING and called.f_code.co_name in _ENTRY_POINTS):
+        return f"`{name}` in {_place(frame)}"
+    within = "" if called is call else f" in `{called.f_code.co_name}`"
+    return f"`{name}`{within}{CALLED_BY}{_place(users)}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def _is_large(value: object) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_ddp_hooks.health.heartbeat import Heartbeat, PeerStatus, Progress, State
+from lightning_ddp_hooks.health.heartbeat import CALLED_BY, Heartbeat, PeerStatus, Progress, State
 
 LIKELY_CAUSE = "A likely cause: dataloaders of different lengths on the ranks."
 """Of ranks that are at different places though none has failed, if nothing more is known."""
+
+NOT_ON_ALL_RANKS = "A likely cause: not all ranks come to that line, such as one under `if trainer.is_global_zero`."
+"""Of ranks of which one waits in a collective that the user's own line has called."""
 
 
 def lost_ranks(peers: Mapping[int, PeerStatus], silent_s: float) -> list[int]:
@@ -112,7 +115,10 @@ def failure_report(
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")
         lines += [f"Rank {other} ({peers[other].heartbeat.state.value}): {place}." for other, place in places.items()]
     lines.append(f"Rank {rank}, this one, was at {Heartbeat(0, progress, line=line).place()}.")
-    if nobody_failed and likely_cause:
+    waits = [progress.waits_for, *(peer.heartbeat.progress.waits_for for peer in peers.values())]
+    if nobody_failed and any(CALLED_BY in text for text in waits):
+        lines.append(NOT_ON_ALL_RANKS)
+    elif nobody_failed and likely_cause:
         lines.append(likely_cause)
     for other in failed:
         error = peers[other].heartbeat.text.rstrip().splitlines()

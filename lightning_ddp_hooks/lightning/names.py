@@ -29,6 +29,9 @@ _USERS_LINE = 6
 
 def register_names(strategy: Any, registry: Any) -> None:
     """Register ``ddp_hooks``, its launchers, and its forms that find unused parameters."""
+    name = strategy.__name__.lower()
+    for path in (name, f"lightning_ddp_hooks.{name}"):  # a command line takes a class without arguments for a name
+        registry.register(path, strategy, description=f"The class {strategy.__name__}", override=True)
     for suffix, start_method in _LAUNCHERS.items():
         for form, settings in _FORMS.items():
             registry.register(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -34,7 +33,7 @@ from lightning_ddp_hooks.lightning.names import (
     register_names,
 )
 from lightning_ddp_hooks.lightning.restarts import AutoResume, meet_again
-from lightning_ddp_hooks.lightning.summary import announce
+from lightning_ddp_hooks.lightning.summary import announce, warn_beside_bar
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
@@ -287,13 +286,10 @@ class DDPHooksStrategy(DDPStrategy):
             weighs_samples=self.settings.gradient_weighting == "samples" and not self._inputs.uneven,
             agree_on={"UnevenInputs": self._inputs.text(), **to_agree_on_in_fit(module.trainer)},
             restored=self._state.restored,
-            warn=rank_zero_warn,
+            warn=warn_beside_bar,
         )
         self._state.begin(self._run)
-        exact = settings.exact_windows
-        self._steps = TrainerSteps(
-            self._run, self._inputs, manual=manual, exact_windows=exact, trainer=module.trainer, device=self.root_device
-        )
+        self._steps = TrainerSteps(self._run, self._inputs, settings, device=self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -463,6 +459,8 @@ class DDPHooksStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._watch.stop()
         self._state.close(self._run)
+        if self._steps is not None:
+            self._steps.close()
         self._run = self._steps = None
         self._inputs.close(failed=self._failed)
         super().teardown()

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, replicas_differ_from
 from lightning_ddp_hooks.conflicts import warn_no_effect
@@ -30,11 +30,18 @@ def announce(run: TrainingRun, settings: FitSettings, *, steps: float, inputs: s
     hook, averager = run.hook.declared, settings.averager
     texts = declared(hook, averager, settings.optimizer_in_hook)
     texts["inputs"] = None if inputs is None else f"uneven, {inputs}"
-    rank_zero_info(summary_text(run.reducer.stats(), texts))
-    if comm.rank(run.reducer.group) == 0:
-        useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
-        for text in (*useless, *warn_no_effect(settings)):
-            log.warning(text)
+    with _compat.beside_progress_bar():
+        rank_zero_info(summary_text(run.reducer.stats(), texts))
+        if comm.rank(run.reducer.group) == 0:
+            useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
+            for text in (*useless, *warn_no_effect(settings)):
+                log.warning(text)
+
+
+def warn_beside_bar(text: str) -> None:
+    """Warn on rank zero, in the middle of a fit."""
+    with _compat.beside_progress_bar():
+        rank_zero_warn(text, stacklevel=6)
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:

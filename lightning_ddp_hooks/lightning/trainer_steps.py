@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.config import FitSettings
 from lightning_ddp_hooks.join.samples import sample_counter
+from lightning_ddp_hooks.lightning.no_sync import give_no_sync
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 from lightning_ddp_hooks.reducer.weights import AccumulationWindow
 from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
@@ -32,26 +34,22 @@ if TYPE_CHECKING:
 class TrainerSteps:
     """Runs the training steps of one fit."""
 
-    def __init__(
-        self,
-        run: TrainingRun,
-        inputs: Inputs,
-        *,
-        manual: bool,
-        exact_windows: bool,  # whether the gradient of an accumulation window is the mean over what it holds
-        trainer: pl.Trainer,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, run: TrainingRun, inputs: Inputs, settings: FitSettings, *, device: torch.device) -> None:
         self._run = run
         self._reducer = run.reducer
         self._inputs = inputs
-        self._manual = manual
-        self._trainer = trainer
+        self._manual = settings.manual
+        self._trainer: pl.Trainer = run.module.trainer  # type: ignore[assignment]
         self._count = sample_counter(run.module, '`gradient_weighting="samples"`')
         self._device = device
         self._missing_loss = self._accumulates = False
-        self._window = AccumulationWindow() if exact_windows and not manual else None
+        self._window = AccumulationWindow() if settings.exact_windows and not settings.manual else None
         self._before = (0, 0)
+        self._take_no_sync = give_no_sync(run.module, self.accumulating)
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        self._take_no_sync()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import CommHook
-from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, _StepInHook
 from lightning_ddp_hooks.optim.partial_step import replace_step
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep, StateDict
 from lightning_ddp_hooks.optim.sharding import ShardAssignment, bucket_bundles, refuse_diverging
@@ -57,7 +57,7 @@ class OptimizerDriver:
             return inner
         reducer = self._reducer
         assert reducer is not None
-        return StepInHook(
+        return _StepInHook(
             inner=inner,
             settings=self.settings,
             step=lambda: next(iter(self._steps.values()), None) if self._overlapping else None,

@@ -87,7 +87,7 @@ class OptimizerInHook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepInHook(CommHook):
+class _StepInHook(CommHook):
     """A hook that steps the optimizer behind another hook (None: the plain mean).
 
     On torch's DDP all phases of a bucket run within one call, and parameters get their owner when their bucket comes,
@@ -117,7 +117,7 @@ class _BoundMean(PlainMean, BoundHook):
 
 
 class _BoundStep(BoundHook):
-    def __init__(self, declared: StepInHook, inner: BoundHook) -> None:
+    def __init__(self, declared: _StepInHook, inner: BoundHook) -> None:
         self._inner = inner
         self.name = self._inner.name
         self.takes_divided = self._inner.takes_divided

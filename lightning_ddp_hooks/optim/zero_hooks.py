@@ -13,7 +13,7 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
-from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, StepInHook
+from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, _StepInHook
 from lightning_ddp_hooks.optim.sharded_optimizer import ShardedOptimizer
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep
 from lightning_ddp_hooks.optim.sharding import bucket_bundles, refuse_diverging
@@ -111,7 +111,7 @@ def _on_our_reducer(
     ending = _Ending(ddp, reducer, zero)
 
     def as_comm_hook(state: Any) -> CommHook:
-        return StepInHook(
+        return _StepInHook(
             inner=declare(state),
             settings=settings,
             step=ending.next_step,
@@ -186,7 +186,7 @@ def _on_torch_ddp(
 
     def zero_step_hook(state: Any, bucket: comm.TorchGradBucket) -> torch.futures.Future[torch.Tensor]:
         if not states:
-            hook = StepInHook(
+            hook = _StepInHook(
                 inner=declare(state),
                 settings=settings,
                 step=next_step,

@@ -103,6 +103,30 @@ def test_short_names_are_in_the_help_of_the_strategy(command_line: Callable[...,
         assert f"--trainer.strategy.{name} " in text
 
 
+@pytest.mark.parametrize("base", [CommHook, averaging.ModelAverager], ids=name_of)
+def test_help_lists_what_is_public_and_nothing_else(base: type) -> None:
+    where = "hooks" if base is CommHook else "averaging"
+    classes = [cls for cls in HOOKS + AVERAGERS if issubclass(cls, base)]
+    parser = ArgumentParser()
+    parser.add_argument("--it", type=base)
+    listed = re.sub(r"\s", "", parser.format_help().partition("known subclasses:")[2])
+    paths = set(re.findall(r"lightning_ddp_hooks\.(?:\w+\.)*\w+", listed))
+    assert paths == {f"lightning_ddp_hooks.{where}.{cls.__name__}" for cls in classes}
+
+
+def test_callbacks_are_added_to_those_of_a_file(command_line: Callable[..., LightningCLI], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {callbacks: [{class_path: LearningRateMonitor}], logger: true}\n")
+    added = "--trainer.callbacks+=lightning_ddp_hooks.callbacks.UnevenInputs"
+    trainer = command_line(f"--config={tmp_path / 'config.yaml'}", STRATEGY, added).trainer
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert {"LearningRateMonitor", "UnevenInputs"} <= set(names)
+
+
+@pytest.mark.parametrize("path", ["lightning_ddp_hooks.DDPHooksStrategy", "DDPHooksStrategy", "ddp_hooks"])
+def test_the_strategy_needs_no_arguments(path: str, command_line: Callable[..., LightningCLI]) -> None:
+    assert type(command_line(f"--trainer.strategy={path}").trainer.strategy) is DDPHooksStrategy
+
+
 FLAGS = {
     "hook of a hook": (
         STRATEGY,
@@ -121,7 +145,7 @@ FLAGS = {
         "--trainer.strategy.optimizer_in_hook.overlap=false",
     ),
     "callbacks": (
-        "--trainer.callbacks=lightning_ddp_hooks.callbacks.UnevenInputs",
+        "--trainer.callbacks+=lightning_ddp_hooks.callbacks.UnevenInputs",
         "--trainer.callbacks.policy=stop",
         "--trainer.callbacks+=lightning_ddp_hooks.callbacks.CommMonitor",
         "--trainer.callbacks.keep_steps=10",

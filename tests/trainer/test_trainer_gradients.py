@@ -1,5 +1,6 @@
 """Odd gradients: no loss on a rank, unequal batches, unused and thawed parameters, GANs, a user's hook."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -227,6 +228,43 @@ def test_weighting_by_samples_needs_manual_backward() -> None:
         message_of_failed_fit, UnequalRaw, {"gradient_weighting": "samples"}, {"use_distributed_sampler": False}
     ):
         assert "self.manual_backward" in message
+
+
+class ByHand(Manual):
+    """Accumulates two micro-batches in a step, by `no_sync` of the model or by the strategy's own name for it."""
+
+    by_model = True
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        x, y = batch
+        with self.trainer.model.no_sync() if self.by_model else self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss((x[:1], y[:1])))
+        self.manual_backward(self.loss((x[1:], y[1:])))
+        optimizer.step()
+
+    def on_fit_end(self) -> None:
+        with pytest.raises(RuntimeError, match="is a copy"):
+            copy.deepcopy(self).no_sync()
+
+
+class ByStrategy(ByHand):
+    by_model = False
+
+
+def fit_by_hand(module_class: type[Net]) -> tuple[State, bool]:
+    module = make_module(module_class)
+    make_trainer("ddp_hooks", **EXACT).fit(module)
+    return state_of(module), hasattr(module, "no_sync")
+
+
+def test_no_sync_of_the_model_is_that_of_the_strategy() -> None:
+    for (ours, left), (expected, _) in zip(
+        run_ranks(fit_by_hand, ByHand), run_ranks(fit_by_hand, ByStrategy), strict=True
+    ):
+        assert_same(ours, expected)
+        assert not left
 
 
 # ---------------------------------------------------------------------- unused parameters

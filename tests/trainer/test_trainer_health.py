@@ -408,6 +408,23 @@ def _fit_with_long_work() -> bool:
     return True
 
 
+class SavesOnOneRank(Uneven):
+    counts = (4, 4)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step == 2 and not rank():
+            self.trainer.save_checkpoint("never.ckpt")
+
+
+def test_the_users_line_is_named_and_not_dataloaders_where_it_is_theirs() -> None:
+    endings = run_with_fault(_fit_uneven_without_callback, SavesOnOneRank, world_size=2)
+    text = "\n".join(ended.error for ended in endings)
+    assert all(ended.code for ended in endings)
+    assert " in `save_checkpoint` called by on_train_batch_end (test_trainer_health.py:" in text
+    assert "not all ranks come to that line" in text
+    assert "different lengths" not in text
+
+
 def test_a_death_during_a_checkpoint(tmp_path: Path) -> None:
     for ended in _others(run_with_fault(_fit_with_checkpoints, KilledInCheckpoint, str(tmp_path)), 2):
         assert "Rank 2 died or was stopped" in ended.error

@@ -1,6 +1,9 @@
 """CommMonitor in a Trainer: it changes no bit, and what it writes is what happened, whatever the run does."""
 
+import contextlib
+import io
 import json
+import logging
 import time
 import warnings
 from pathlib import Path
@@ -11,8 +14,8 @@ import pytest
 import torch
 from backends import require
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger
 from ranks import run_ranks
 from torch import Tensor, nn
 from trainer_runs import (
@@ -161,6 +164,51 @@ def test_metrics_report_and_trace_are_written(tmp_path: Path) -> None:
     assert {"comm/skew_ms", "comm/transfer_ms"} <= set(header)
     trace = json.loads((written / "comm_monitor" / "trace.json").read_text())
     assert sum(e["name"].startswith("step ") for e in trace["traceEvents"]) == STEPS
+
+
+class ElsewhereLogger(Logger):
+    """Tells where it saves, what it is called and which version it is, as that of Wandb, but no `log_dir`."""
+
+    save_dir, name, version = "", "project", "abc"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def fit_with_logger_without_directory(path: Path) -> None:
+    logger = ElsewhereLogger()
+    logger.save_dir = str(path)
+    make_trainer(BUCKETS, callbacks=[CommMonitor()], logger=logger, max_epochs=1).fit(make_module(Net))
+
+
+def test_a_logger_without_a_directory_has_one_for_each_run(tmp_path: Path) -> None:
+    run_ranks(fit_with_logger_without_directory, tmp_path)
+    assert [path.relative_to(tmp_path).parts for path in tmp_path.rglob("report.html")] == [
+        ("project", "abc", "comm_monitor", "report.html")
+    ]
+
+
+def fit_under_progress_bar(path: Path, bar: Any) -> str:
+    """Return what is on the lines of a terminal that shows a bar."""
+    stream = io.StringIO()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.setStream(stream)  # type: ignore[attr-defined]
+    with contextlib.redirect_stderr(stream), contextlib.redirect_stdout(stream):
+        options = {"callbacks": [bar(), CommMonitor(path)], "enable_progress_bar": True, "max_epochs": 1}
+        make_trainer({"comm_hook": "noop"}, **options).fit(make_module(Net))
+    return stream.getvalue()
+
+
+def test_what_is_said_stands_beside_the_progress_bar(tmp_path: Path) -> None:
+    shown = run_ranks(fit_under_progress_bar, tmp_path, TQDMProgressBar)[0]
+    lines = [line.rpartition("\r")[2] for line in shown.split("\n")]
+    for said in ("lightning_ddp_hooks: 2 ranks", "The hook Noop exchanges no gradients", "CommMonitor: "):
+        assert any(line.startswith(said) for line in lines), shown
+    assert "Epoch 0" in shown
 
 
 def fit_without_logger(path: Path) -> None:

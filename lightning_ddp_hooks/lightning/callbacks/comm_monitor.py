@@ -128,7 +128,7 @@ class CommMonitor(Callback):
         facts: dict[str, Any] = reducer.stats()
         backend = facts["comm_backend"]
         # Asking for the directory is collective.
-        self._directory = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "comm_monitor"
+        self._directory = self.dirpath or _run_directory(trainer) / "comm_monitor"
         counter, error = ByteCounter(), None
         if self.compression_error:
             error = CompressionError(self._own_group(reducer), self.error_every_n_steps)
@@ -302,4 +302,14 @@ class CommMonitor(Callback):
         report.write_text(build_report(record), encoding="utf-8")
         trace = build_trace(list(record.steps), rank=record.rank, metadata=record.facts)
         (self._directory / "trace.json").write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
-        rank_zero_info(f"CommMonitor: {report}")
+        with _compat.beside_progress_bar():
+            rank_zero_info(f"CommMonitor: {report}")
+
+
+def _run_directory(trainer: Trainer) -> Path:
+    """Return the directory of this run, as checkpoints have it; collective."""
+    logger, found = trainer.logger, trainer.log_dir or trainer.default_root_dir
+    if logger is None or getattr(logger, "log_dir", None) is not None:
+        return Path(found)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(trainer.strategy.broadcast(str(Path(found, str(logger.name), version))))
