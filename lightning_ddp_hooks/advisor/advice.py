@@ -49,7 +49,7 @@ def why_unknown(seconds: float, world_size: int, device: str) -> str | None:
     if seconds < CHECKED_SECONDS:
         return (
             f"A step takes {ms_text(seconds)} ms without communication: below {1e3 * CHECKED_SECONDS:.0f} ms "
-            "predictions were off by up to 77%, since what it costs to start and schedule collectives is not in the model"
+            "predictions were off by up to 77%, since what it costs to schedule collectives is not in the model"
         )
     return None
 
