@@ -58,8 +58,9 @@ def run_case(model: str, rate: str, hosts: int, args: argparse.Namespace) -> dic
     with tempfile.TemporaryDirectory() as tmp, Lab(hosts, rate) as lab:
         predicted, measured = Path(tmp) / "predicted.json", Path(tmp) / "measured.json"
         hooks = ["--hooks", *args.hooks]
-        lab.run("lightning_ddp_hooks", ["advise", *MODELS[model], "--measure-link", "--steps", str(args.steps), *hooks,
-                "--bucket-caps", str(args.cap), "--json", str(predicted)], module=True, env=env)  # fmt: skip
+        lab.run("lightning_ddp_hooks", ["advise", *MODELS[model], "--measure-link", "--unchecked",
+                "--steps", str(args.steps), *hooks, "--bucket-caps", str(args.cap), "--json", str(predicted)],
+                module=True, env=env)  # fmt: skip
         lab.run("lightning_ddp_hooks", ["bench", *MODELS[model], "--steps", str(args.steps), *hooks,
                 "--rounds", str(args.rounds), "--bucket-cap-mb", str(args.cap), "--json", str(measured)],
                 module=True, env=env)  # fmt: skip

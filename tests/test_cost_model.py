@@ -11,7 +11,6 @@ from lightning_ddp_hooks.advisor.cost_model import (
 )
 from lightning_ddp_hooks.advisor.link_model import (
     Link,
-    Network,
     bandwidth_text,
     link_of_ring,
     parse_bandwidth,
@@ -19,7 +18,7 @@ from lightning_ddp_hooks.advisor.link_model import (
 )
 
 # 2 ranks on it: an all-reduce of S bytes takes 2 * 1 * (0 + S / 2 / 100) = S / 100 seconds.
-SIMPLE = Network(link=Link(latency=0.0, bandwidth=100.0))
+SIMPLE = Link(latency=0.0, bandwidth=100.0)
 
 
 def allreduce_cost(bucket_bytes: list[int]) -> list[BucketCost]:
@@ -46,52 +45,15 @@ def _step(*ready: float, before: float = 1.0, backward: float = 4.0, after: floa
     ],
 )
 def test_collectives_of_four_ranks_take_what_their_formula_says(collective: str, seconds: float) -> None:
-    network = Network(link=Link(latency=0.5, bandwidth=100.0))
+    network = Link(latency=0.5, bandwidth=100.0)
     assert network.seconds(collective, 400, 4) == pytest.approx(seconds)  # type: ignore[arg-type]
     assert network.seconds(collective, 400, 1) == 0.0  # type: ignore[arg-type]
 
 
-def test_a_tree_has_fewer_hops_and_sends_a_little_more_than_a_ring() -> None:
-    link = Link(latency=1.0, bandwidth=1000.0)
-    ring, tree = (Network(link=link, algorithm=name).seconds("all_reduce", 1000, 1024) for name in ("ring", "tree"))
-    assert ring == pytest.approx(2 * 1023 + 2 * 1023 / 1024)
-    assert tree == pytest.approx(2 * 10 + 2)
-
-
-def test_a_hierarchy_sends_each_byte_once_between_hosts() -> None:
-    network = Network(
-        link=Link(latency=1.0, bandwidth=10.0), ranks_per_host=4, inner=Link(latency=0.25, bandwidth=100.0),
-        algorithm="hierarchical",
-    )  # fmt: skip
-    # Within a host 2 * 3 * (0.25 + 200 / 4 / 100) = 4.5; between two hosts 2 * 1 * (1 + 200 / 2 / 10) = 22.
-    assert network.seconds("all_reduce", 200, 8) == pytest.approx(26.5)
-    # One host only: a ring on the inner link, 2 * 3 * (0.25 + 0.5).
-    assert network.seconds("all_reduce", 200, 4) == pytest.approx(4.5)
-
-
-def test_a_flat_ring_is_as_fast_as_the_slowest_link_it_crosses() -> None:
-    inner, outer = Link(latency=0.0, bandwidth=1000.0), Link(latency=0.5, bandwidth=10.0)
-    flat = Network(link=outer, ranks_per_host=2, inner=inner)
-    assert flat.seconds("all_reduce", 40, 4) == Network(link=outer).seconds("all_reduce", 40, 4)
-
-
-def test_ranks_of_one_host_share_its_link_in_an_all_to_all() -> None:
-    network = Network(link=Link(latency=0.0, bandwidth=10.0), ranks_per_host=2, inner=Link(latency=0.0, bandwidth=1e9))
-    # 2 ranks x 80 bytes, of which half go to the other host, over 10 bytes per second.
-    assert network.seconds("all_to_all", 80, 4) == pytest.approx(8.0)
-
-
-def test_hosts_that_are_not_full_are_refused() -> None:
-    network = Network(link=Link(latency=0.0, bandwidth=1.0), ranks_per_host=4, inner=Link(latency=0.0, bandwidth=1.0))
-    with pytest.raises(ValueError, match="4 ranks per host divide, got 6"):
-        network.seconds("all_reduce", 1, 6)
-
-
 def test_the_link_is_found_again_from_two_all_reduces() -> None:
     link = Link(latency=0.002, bandwidth=1e6)
-    network = Network(link=link)
     sizes = (4096, 1 << 20)
-    found = link_of_ring(*((size, network.seconds("all_reduce", size, 4)) for size in sizes), 4)  # type: ignore[arg-type]
+    found = link_of_ring(*((size, link.seconds("all_reduce", size, 4)) for size in sizes), 4)  # type: ignore[arg-type]
     assert (found.latency, found.bandwidth) == (pytest.approx(0.002), pytest.approx(1e6))
 
 
@@ -179,14 +141,6 @@ def test_a_later_bucket_does_not_overtake_the_phases_of_an_earlier_one() -> None
     predicted = predict(_step(3.0, 4.0), [slow, fast], SIMPLE, 2)
     assert predicted.step == pytest.approx(1 + 9 + 0.5)
     assert predicted.exposed == pytest.approx(5.0)
-
-
-def test_on_a_stream_hooks_run_beside_the_backward() -> None:
-    cost = BucketCost((Phase(0.5, "all_reduce", 100),), finish=0.5)
-    # 1 to 3, then 3 to 5; the backward ends at 4, unhindered.
-    predicted = predict(_step(1.0, 2.0), [cost, cost], SIMPLE, 2, on_stream=True)
-    assert predicted.step == pytest.approx(1 + 5 + 0.5)
-    assert predicted.exposed == pytest.approx(1.0)
 
 
 def test_one_rank_communicates_nothing() -> None:

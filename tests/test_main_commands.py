@@ -79,7 +79,7 @@ class NeedsArguments(Module):
         super().__init__()
 """
 NETWORK = ["--world-size", "4", "--bandwidth", "1gbit"]
-PREDICTED = ["advise", *NETWORK, "--steps", "2", "--hooks", "allreduce", "--device", "cpu"]
+PREDICTED = ["advise", *NETWORK, "--unchecked", "--steps", "2", "--hooks", "allreduce", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -214,9 +214,6 @@ def test_advise_measures_manual_optimization(modules: Path) -> None:
         (["--model", "asked_about.Module", "--data", "asked_about.Data", "--batch", "asked_about.batch"], "not both"),
         (["--model", "asked_about.Module", "--measure-link"], "needs the other ranks"),
         (["--model", "asked_about.Module", "--world-size", "1"], "One rank has nothing to communicate"),
-        (["--model", "asked_about.Module", "--algorithm", "hierarchical"], "needs --ranks-per-host of 2 or more"),
-        (["--model", "asked_about.Module", "--ranks-per-host", "3"], "4 is not divided by --ranks-per-host 3"),
-        (["--model", "asked_about.Module", "--inner-latency", "1us"], "need --ranks-per-host of 2 or more"),
         (["--config", "absent.yaml"], "absent.yaml"),
     ],
 )  # fmt: skip
@@ -244,6 +241,23 @@ def test_argparse_refuses_what_makes_no_sense(
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(["--world-size", "4"], "A step takes "), (["--world-size", "8"], "of more than 4 ranks, 8 are asked for")],
+)
+def test_advise_refuses_what_it_cannot_know_and_says_bench(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--model", "asked_about.wide", "--batch", "asked_about.batch", "--steps", "2", "--bandwidth", "1gbit"]
+    assert main(["advise", "--device", "cpu", *asked, *words]) == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert "Measure it instead." in said
+    assert all(command[:3] == ["bench", "--model", "asked_about.wide"] for command in _bench_commands(said))
+    assert _bench_commands(said)
 
 
 def test_advise_without_a_network_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ each bucket, and the network. Predicted is the step with communication, for any 
 
 The rules are those of the reducer: buckets are launched in order; what a hook computes holds up the thread that runs
 the backward; collectives queue on the link; a further phase of a bucket is issued when the next bucket is launched, or
-else when the step waits. On a device, hooks and collectives run on a stream of their own, beside the backward.
+else when the step waits. So it is on a CPU.
 
 The model leaves out that communication takes processor time from the backward, that ranks are not equally fast, and
 that links are shared with others.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_ddp_hooks.advisor.link_model import Network
+from lightning_ddp_hooks.advisor.link_model import Link
 from lightning_ddp_hooks.traffic import Collective, sent_by_rank
 
 
@@ -71,14 +71,9 @@ class Prediction:
     sent: float  # bytes of a rank, on average over steps
 
 
-def predict(
-    step: ComputeStep, buckets: Sequence[BucketCost], network: Network, world_size: int, *, on_stream: bool = False
-) -> Prediction:
-    """Predict a step in which gradients are reduced, bucket by bucket in this order.
-
-    With ``on_stream``, hooks and collectives run on a stream of their own, not on the thread of the backward.
-    """
-    run = _Stream(network, world_size) if on_stream else _Thread(network, world_size)
+def predict(step: ComputeStep, buckets: Sequence[BucketCost], link: Link, world_size: int) -> Prediction:
+    """Predict a step in which gradients are reduced, bucket by bucket in this order."""
+    run = _Thread(link, world_size)
     for ready, cost in zip(step.ready, buckets, strict=True):
         run.launch(ready, cost)
     end = run.finish(step.backward)
@@ -86,9 +81,9 @@ def predict(
     return Prediction(step.before + end + step.after, run.waited, run.hook, run.communication, sent)
 
 
-def predict_averaging(step: ComputeStep, nbytes: int, network: Network, world_size: int, *, period: int) -> Prediction:
+def predict_averaging(step: ComputeStep, nbytes: int, link: Link, world_size: int, *, period: int) -> Prediction:
     """Predict the average step of replicas that train by themselves and exchange ``nbytes`` every ``period`` steps."""
-    exposed = network.seconds("all_reduce", nbytes, world_size) / period
+    exposed = link.seconds("all_reduce", nbytes, world_size) / period
     sent = sent_by_rank("all_reduce", nbytes, world_size) / period
     return Prediction(step.seconds + exposed, exposed, hook=0.0, communication=exposed, sent=sent)
 
@@ -110,7 +105,7 @@ class _InFlight:
 class _Thread:
     """Hooks on the thread of the backward, as on a CPU."""
 
-    network: Network
+    link: Link
     world_size: int
     now: float = 0.0
     delay: float = 0.0  # by how much the backward is late
@@ -141,7 +136,7 @@ class _Thread:
         self.now += seconds
         self.hook += seconds
         if phase is not None:
-            seconds = self.network.seconds(phase.collective, phase.nbytes, self.world_size)
+            seconds = self.link.seconds(phase.collective, phase.nbytes, self.world_size)
             self.communication += seconds
             bucket.done = self.link_free = max(self.now, self.link_free) + seconds
 
@@ -156,26 +151,3 @@ class _Thread:
                     self.now = max(self.now, bucket.done)
                     self.start_next_phase(bucket)
         return self.now
-
-
-@dataclass
-class _Stream:
-    """Hooks and collectives one after the other on a stream beside the backward."""
-
-    network: Network
-    world_size: int
-    free: float = 0.0
-    waited: float = 0.0
-    hook: float = 0.0
-    communication: float = 0.0
-
-    def launch(self, ready: float, cost: BucketCost) -> None:
-        computed = sum(phase.compute for phase in cost.phases) + cost.finish
-        sent = sum(self.network.seconds(p.collective, p.nbytes, self.world_size) for p in cost.phases)
-        self.hook += computed
-        self.communication += sent
-        self.free = max(self.free, ready) + computed + sent
-
-    def finish(self, backward: float) -> float:
-        self.waited = max(0.0, self.free - backward)
-        return max(self.free, backward)

@@ -7,9 +7,6 @@ and direction:
 collective      algorithm        seconds
 =============== ================ ===================================================================================
 all-reduce      ring             ``2 (n - 1) (a + S / (n B))``
-all-reduce      tree             ``2 ceil(log2 n) a + 2 S / B``: two binary trees, pipelined; Sanders, Speck, Träff,
-                                 "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009
-all-reduce      hierarchical     reduce-scatter within each host, ring among the hosts, all-gather within each host
 reduce-scatter  ring             ``(n - 1) (a + S / (n B))``
 all-gather      ring             ``(n - 1) (a + S / B)``
 all-to-all      direct           ``a + (n - 1) S / (n B)``: all messages are under way at once
@@ -26,69 +23,33 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from lightning_ddp_hooks.traffic import Collective
-
-Algorithm = Literal["ring", "tree", "hierarchical"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a rank, or a host, has towards the others."""
+    """What each rank has towards the others."""
 
     latency: float  # seconds until an empty message has arrived, including the time that software takes
     bandwidth: float  # bytes per second in each direction
 
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Links between hosts, and within them."""
-
-    link: Link  # of each host towards the others; its ranks share it
-    ranks_per_host: int = 1  # a site of many machines is a host too, in this sense
-    inner: Link | None = None  # between the ranks of one host; needed if there are several
-    # "hierarchical" makes use of `inner`; the others are as fast as the slowest link that they cross.
-    algorithm: Algorithm = "ring"
-
     def seconds(self, collective: Collective, nbytes: float, world_size: int) -> float:
         """Return how long a collective takes on links that nothing else uses, if each rank puts in ``nbytes``."""
-        n, k = world_size, min(self.ranks_per_host, world_size)
+        n, a, transfer = world_size, self.latency, nbytes / self.bandwidth
         if n == 1:
             return 0.0
-        if n % k:
-            raise ValueError(f"Expected a number of ranks that {k} ranks per host divide, got {n}.")
-        inner = self.link if k == 1 or self.inner is None else self.inner
-        if k == n:
-            return _seconds(collective, nbytes, n, inner, self.algorithm)
-        if k > 1 and collective == "all_reduce" and self.algorithm == "hierarchical":
-            # Each rank of a host reduces its part over the hosts; together they fill the host's link as one would.
-            within = 2 * (k - 1) * (inner.latency + nbytes / (k * inner.bandwidth))
-            return within + _seconds("all_reduce", nbytes, n // k, self.link, "ring")
-        if k > 1 and collective == "all_to_all":
-            crossing = k * nbytes * (n - k) / n / self.link.bandwidth
-            inside = nbytes * (k - 1) / n / inner.bandwidth
-            return max(self.link.latency + crossing, inner.latency + inside)
-        latency, bandwidth = max(self.link.latency, inner.latency), min(self.link.bandwidth, inner.bandwidth)
-        slowest = Link(latency=latency, bandwidth=bandwidth)
-        return _seconds(collective, nbytes, n, slowest, self.algorithm)
-
-
-def _seconds(collective: Collective, nbytes: float, n: int, link: Link, algorithm: Algorithm) -> float:
-    a, transfer = link.latency, nbytes / link.bandwidth
-    depth = math.ceil(math.log2(n))
-    if collective == "all_reduce":
-        return 2 * depth * a + 2 * transfer if algorithm == "tree" else 2 * (n - 1) * (a + transfer / n)
-    if collective == "reduce_scatter":
-        return (n - 1) * (a + transfer / n)
-    if collective == "all_gather":
-        return (n - 1) * (a + transfer)
-    if collective == "all_to_all":
-        return a + (n - 1) * transfer / n
-    if collective == "broadcast":
-        return depth * (a + transfer)
-    return a + (n - 1) * transfer
+        if collective == "all_reduce":
+            return 2 * (n - 1) * (a + transfer / n)
+        if collective == "reduce_scatter":
+            return (n - 1) * (a + transfer / n)
+        if collective == "all_gather":
+            return (n - 1) * (a + transfer)
+        if collective == "all_to_all":
+            return a + (n - 1) * transfer / n
+        if collective == "broadcast":
+            return math.ceil(math.log2(n)) * (a + transfer)
+        return a + (n - 1) * transfer
 
 
 def link_of_ring(small: tuple[int, float], large: tuple[int, float], world_size: int) -> Link:

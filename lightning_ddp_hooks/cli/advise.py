@@ -12,9 +12,19 @@ from typing import Any
 import torch
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.advisor.advice import CHANGES, Advice, Option, advise, mb_text, ms_text, table
+from lightning_ddp_hooks.advisor.advice import (
+    CHANGES,
+    CHECKED_SECONDS,
+    Advice,
+    Option,
+    advise,
+    mb_text,
+    ms_text,
+    table,
+    why_unknown,
+)
 from lightning_ddp_hooks.advisor.cost_model import predict, predict_averaging
-from lightning_ddp_hooks.advisor.link_model import Link, Network, bandwidth_text
+from lightning_ddp_hooks.advisor.link_model import Link, bandwidth_text
 from lightning_ddp_hooks.advisor.profile import BackwardProfile, slowest
 from lightning_ddp_hooks.cli import common
 from lightning_ddp_hooks.cli import network as network_options
@@ -30,7 +40,9 @@ Predict a training step of your LightningModule with each communication hook on 
 A few steps are trained on this process alone to learn when gradients become ready; each hook's work is measured in a
 simulated world; the network's part is computed. So no other machine is needed:
 
-  python -m lightning_ddp_hooks advise --model train.MyModule --world-size 8 --bandwidth 1gbit --latency 0.1ms
+  python -m lightning_ddp_hooks advise --model train.MyModule --world-size 4 --bandwidth 1gbit --latency 0.1ms
+
+What predictions were never compared with (GPUs, short steps, more than a few ranks) is refused: `bench` measures that.
 
 Started with torchrun on the hosts it measures their link, and takes the slowest rank's steps:
 
@@ -51,6 +63,8 @@ def add_parser(commands: Any) -> None:
     common.add_measuring_arguments(group)
     group.add_argument("--bucket-caps", nargs="+", type=common.positive_float, default=[1.0, 4.0, 25.0], metavar="MB",
                        help="bucket sizes to try (default: 1 4 25)")  # fmt: skip
+    group.add_argument("--unchecked", action="store_true",
+                       help="predict also what no prediction was compared with; ranges then mean nothing")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,28 +79,35 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("One rank has nothing to communicate: name the number of ranks by --world-size N.")
     if args.measure_link and ranks < 2:
         raise ValueError("--measure-link needs the other ranks: start one on each host with torchrun.")
-    if not args.measure_link:
-        network_options.network_of(args, world_size, None)  # before the time is spent
-    profile, link = measure_compute(target, args.steps, device), None
+    link = None if args.measure_link else network_options.link_of(args, None)  # before the time is spent
+    _raise_if_unknown(args, CHECKED_SECONDS, world_size, device)
+    profile = measure_compute(target, args.steps, device)
     if ranks > 1:
-        profile, link = _with_other_ranks(profile, args.measure_link, device)
-    network = network_options.network_of(args, world_size, link)
-    options = predict_options(args, profile, network, world_size, device)
+        profile, measured = _with_other_ranks(profile, args.measure_link, device)
+        link = link or network_options.link_of(args, measured)
+    assert link is not None
+    _raise_if_unknown(args, profile.seconds, world_size, device)
+    options = predict_options(args, profile, link, world_size, device)
     if int(os.environ.get("RANK", "0")) == 0:
         advice = advise(options, args.accept)
-        print(_text(target.name, profile, network, world_size, options, advice, args), flush=True)
+        print(_text(target.name, profile, link, world_size, options, advice, args), flush=True)
         print(f"\n{_bench_text(args, advice.option.bucket_cap_mb, world_size, device)}", flush=True)
         if args.json is not None:
             figures = {
                 "profile": asdict(profile),
-                "link": {"latency": network.link.latency, "bandwidth": network.link.bandwidth},
+                "link": {"latency": link.latency, "bandwidth": link.bandwidth},
                 "world_size": world_size,
-                "options": [asdict(option) for option in options],
+                "options": [{**asdict(option), "span": option.span} for option in options],
                 "recommended": advice.option.name,
                 "beyond": None if advice.beyond is None else advice.beyond.name,
             }
             args.json.write_text(json.dumps(figures, indent=1))
     return 0
+
+
+def _raise_if_unknown(args: argparse.Namespace, seconds: float, world_size: int, device: torch.device) -> None:
+    if not args.unchecked and (reason := why_unknown(seconds, world_size, device.type)) is not None:
+        raise ValueError(f"{reason}. Measure it instead.\n{_bench_text(args, None, world_size, device)}")
 
 
 def _with_other_ranks(own: BackwardProfile, measure: bool, device: torch.device) -> tuple[BackwardProfile, Link | None]:
@@ -99,7 +120,7 @@ def _with_other_ranks(own: BackwardProfile, measure: bool, device: torch.device)
 
 
 def predict_options(
-    args: argparse.Namespace, profile: BackwardProfile, network: Network, world_size: int, device: torch.device
+    args: argparse.Namespace, profile: BackwardProfile, link: Link, world_size: int, device: torch.device
 ) -> list[Option]:
     """Predict each candidate's step, with the bucket size that suits it."""
     hooks = [name for name in args.hooks if CANDIDATES[name].averager is None]
@@ -110,11 +131,11 @@ def predict_options(
         if candidate.averager is not None:
             cap, memory = None, candidate.copies * profile.gradient_bytes
             predicted = predict_averaging(
-                profile.compute_step([]), profile.gradient_bytes, network, world_size, period=candidate.period
+                profile.compute_step([]), profile.gradient_bytes, link, world_size, period=candidate.period
             )
         else:
             by_cap = {
-                size: predict(profile.compute_step(buckets), cost, network, world_size, on_stream=device.type != "cpu")
+                size: predict(profile.compute_step(buckets), cost, link, world_size)
                 for size, (buckets, cost, _) in costs[name].items()
             }
             best = min(by_cap, key=lambda size: by_cap[size].step)
@@ -131,17 +152,15 @@ def predict_options(
 
 
 def _text(
-    name: str, profile: BackwardProfile, network: Network, world_size: int, options: list[Option], advice: Advice,
+    name: str, profile: BackwardProfile, link: Link, world_size: int, options: list[Option], advice: Advice,
     args: argparse.Namespace,
 ) -> str:  # fmt: skip
-    link = network.link
-    hosts = f", {network.ranks_per_host} to a host" if network.ranks_per_host > 1 else ""
     lines = [
         f"{name}: {mb_text(profile.gradient_bytes)} MB of gradients in {len(profile.names)} tensors",
         f"step without communication: {ms_text(profile.seconds)} ms (backward {ms_text(profile.backward)} ms), "
         f"measured over {profile.steps} steps",
-        f"network: {world_size} ranks{hosts}, {bandwidth_text(link.bandwidth)}, {1e3 * link.latency:.3g} ms, "
-        f"{network.algorithm}; {'measured' if args.measure_link else 'as given'}",
+        f"network: {world_size} ranks, {bandwidth_text(link.bandwidth)}, {1e3 * link.latency:.3g} ms; "
+        f"{'measured' if args.measure_link else 'as given'}",
         "",
         table(options),
         "",
@@ -183,13 +202,12 @@ def _bench_text(args: argparse.Namespace, bucket_cap_mb: float | None, world_siz
     words = _bench_words(args, bucket_cap_mb)
     # This machine can hold a rank for each GPU, or for each core, but of these at least two.
     room = torch.cuda.device_count() if device.type == "cuda" else max(2, os.cpu_count() or 1)
-    lines = ["These are predictions."]
+    lines: list[str] = []
     if not common.launched() and (processes := min(world_size, room)) >= 2:
         command = shlex.join(["python", "-m", "lightning_ddp_hooks", *words, "--processes", str(processes)])
         lines += ["What the hooks themselves cost, without your network, is measured on this machine by:", "",
                   f"  {command}", ""]  # fmt: skip
-    per_host = args.ranks_per_host
-    where = "" if common.launched() else f"--nnodes {world_size // per_host} --nproc-per-node {per_host} "
+    where = "" if common.launched() else f"--nnodes {world_size} --nproc-per-node 1 "
     start = f"torchrun {where}... -m lightning_ddp_hooks"
     lines += ["Steps over the network are measured on its hosts by:", "", f"  {start} {shlex.join(words)}"]
     return "\n".join(lines)

@@ -11,8 +11,8 @@ import torch
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.advisor import link_model
-from lightning_ddp_hooks.advisor.link_model import Link, Network, parse_bandwidth, parse_latency
-from lightning_ddp_hooks.cli.common import positive_int, synchronize
+from lightning_ddp_hooks.advisor.link_model import Link, parse_bandwidth, parse_latency
+from lightning_ddp_hooks.cli.common import synchronize
 
 _SMALL, _LARGE = 1 << 10, 8 << 20
 _REPEATS = 5
@@ -22,19 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a network."""
     group = parser.add_argument_group("the network")
     group.add_argument("--bandwidth", type=_argument(parse_bandwidth), metavar="RATE",
-                       help="of a host's link in each direction, such as 1gbit, 100mbit or 12.5GB/s")  # fmt: skip
+                       help="of a rank's link in each direction, such as 1gbit, 100mbit or 12.5GB/s")  # fmt: skip
     group.add_argument("--latency", type=_argument(parse_latency), metavar="TIME",
-                       help="of a message between hosts, such as 50us or 0.1ms (default: 0.1ms)")  # fmt: skip
+                       help="of a message between ranks, such as 50us or 0.1ms (default: 0.1ms)")  # fmt: skip
     group.add_argument("--measure-link", action="store_true",
                        help="measure it between the ranks of this run instead; start them with torchrun")  # fmt: skip
-    group.add_argument("--ranks-per-host", type=positive_int, default=1, metavar="N",
-                       help="ranks that share a link (default: 1)")  # fmt: skip
-    group.add_argument("--inner-bandwidth", type=_argument(parse_bandwidth), metavar="RATE",
-                       help="between the ranks of a host (default: 20GB/s)")  # fmt: skip
-    group.add_argument("--inner-latency", type=_argument(parse_latency), metavar="TIME",
-                       help="between the ranks of a host (default: 10us)")  # fmt: skip
-    group.add_argument("--algorithm", choices=link_model.ALGORITHMS, default="ring",
-                       help="of all-reduces: gloo's is a ring, NCCL chooses (default: ring)")  # fmt: skip
 
 
 def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
@@ -49,24 +41,14 @@ def _argument(parse: Callable[[str], float]) -> Callable[[str], float]:
     return convert
 
 
-def network_of(args: argparse.Namespace, world_size: int, measured: Link | None) -> Network:
-    """Return the network that the options describe; raises ValueError for too few or contradictory ones."""
+def link_of(args: argparse.Namespace, measured: Link | None) -> Link:
+    """Return the link that the options describe; raises ValueError for too few or contradictory ones."""
     if measured is None and args.bandwidth is None:
         raise ValueError("Describe the network by --bandwidth (and --latency), or start the ranks with torchrun and "
                          "give --measure-link.")  # fmt: skip
     if measured is not None and (args.bandwidth is not None or args.latency is not None):
         raise ValueError("Set --measure-link or --bandwidth and --latency, not both.")
-    if args.ranks_per_host == 1 and (args.inner_bandwidth is not None or args.inner_latency is not None):
-        raise ValueError("--inner-bandwidth and --inner-latency need --ranks-per-host of 2 or more.")
-    if args.algorithm == "hierarchical" and args.ranks_per_host == 1:
-        raise ValueError("--algorithm hierarchical needs --ranks-per-host of 2 or more.")
-    if world_size % args.ranks_per_host:
-        raise ValueError(f"--world-size {world_size} is not divided by --ranks-per-host {args.ranks_per_host}.")
-    link = measured or Link(latency=1e-4 if args.latency is None else args.latency, bandwidth=args.bandwidth)
-    inner = None
-    if args.ranks_per_host > 1:
-        inner = Link(latency=args.inner_latency or 1e-5, bandwidth=args.inner_bandwidth or 2e10)
-    return Network(link=link, ranks_per_host=args.ranks_per_host, inner=inner, algorithm=args.algorithm)
+    return measured or Link(latency=1e-4 if args.latency is None else args.latency, bandwidth=args.bandwidth)
 
 
 def measure_link(group: comm.ProcessGroup, device: torch.device) -> Link:

@@ -102,8 +102,8 @@ def failure_report(
     if store_host is not None:
         lines.append(f"Rank 0 (store host, {store_host}) is unreachable: it died, was stopped, or its host is gone.")
     lines += [
-        f"Rank {other} has made no progress for {peers[other].idle_s:.0f} s, while others wait for its gradients: it is "
-        f"at {places[other]}. If it has work of its own that takes so long, set `stall_timeout`."
+        f"Rank {other} has made no progress for {peers[other].idle_s:.0f} s, while others wait for its gradients: it "
+        f"is at {places[other]}. If it has work of its own that takes so long, set `stall_timeout`."
         for other in stalled
     ]
     lines = lines or resignations(peers)

@@ -6,8 +6,8 @@
     stop             teardown                                 exit of the process: Fabric has no end of training
 
 [Note: work of the user's own] A loop may do on rank 0 alone what takes minutes, while other ranks are done and gone. So
-only a rank that is in a backward, a step or a collective waits for the others; any other is on its way somewhere, and is
-let be.
+only a rank that is in a backward, a step or a collective waits for the others; any other is on its way somewhere, and
+is let be.
 """
 
 from __future__ import annotations

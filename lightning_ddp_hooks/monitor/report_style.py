@@ -2,9 +2,11 @@
 
 STYLE = r"""
 :root{--bg:#f7f7f5;--card:#fff;--ink:#1b1f24;--soft:#5d6670;--line:#e3e4e0;
---forward:#a9c3d6;--backward:#3d7ea6;--hook:#e0a33a;--wait:#d4505c;--rest:#c8ccd1;--hidden:#5fa88c;--sent:#3d7ea6;--data:#8a6fb0;--side:#b8607d}
+--forward:#a9c3d6;--backward:#3d7ea6;--hook:#e0a33a;--wait:#d4505c;--rest:#c8ccd1;--hidden:#5fa88c;--sent:#3d7ea6;
+--data:#8a6fb0;--side:#b8607d}
 @media (prefers-color-scheme:dark){:root{--bg:#15181c;--card:#1d2126;--ink:#e8eaed;--soft:#9aa4af;--line:#31373e;
---forward:#5c7d94;--backward:#4b93c0;--hook:#d9a043;--wait:#e0636e;--rest:#59616a;--hidden:#4f9a7d;--sent:#4b93c0;--data:#8f78b5;--side:#a85d77}}
+--forward:#5c7d94;--backward:#4b93c0;--hook:#d9a043;--wait:#e0636e;--rest:#59616a;--hidden:#4f9a7d;--sent:#4b93c0;
+--data:#8f78b5;--side:#a85d77}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1120px;margin:0 auto;padding:36px 24px 60px}
@@ -29,7 +31,8 @@ h2{font-size:17px;font-weight:650;margin:0} .sub{color:var(--soft);font-size:13.
 i{font-style:normal}
 .forward{background:var(--forward)} .backward{background:var(--backward)} .optimizer{background:var(--rest)}
 .data{background:var(--data)} .validation,.save{background:var(--side)}
-.skew{background:repeating-linear-gradient(45deg,var(--wait) 0 5px,color-mix(in srgb,var(--wait) 72%,var(--card)) 5px 9px)}
+.skew{background:repeating-linear-gradient(45deg,var(--wait) 0 5px,
+color-mix(in srgb,var(--wait) 72%,var(--card)) 5px 9px)}
 .wait,.transfer,i.exposed{background:var(--wait)} i.hook{background:var(--hook)} i.hidden{background:var(--hidden)}
 i.sent{background:var(--sent)} i.faint{background:color-mix(in srgb,var(--sent) 32%,var(--card))}
 .timeline{position:relative;padding-top:24px;font-size:12px;--labels:140px}

@@ -3,9 +3,9 @@
     rank 0   |post ........... others are late ........... |=== transfer ===| done
     rank 1   |    data, forward, backward             post |=== transfer ===| done
 
-A collective ends at about the same moment on all ranks. So it is in flight for the shortest time on the rank that posted
-it last; that is the transfer, and what the others wait beyond it they wait for that rank. Durations are all that this
-takes: the clocks of hosts need not agree.
+A collective ends at about the same moment on all ranks. So it is in flight for the shortest time on the rank that
+posted it last; that is the transfer, and what the others wait beyond it they wait for that rank. Durations are all that
+this takes: the clocks of hosts need not agree.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Split:
 
 
 def split(steps: Sequence[Sequence[RankStep]]) -> Split:
-    """Divide the waiting in steps, of which there is at least one; each comes from two ranks or more, in their order."""
+    """Divide the waiting in steps, of which there is at least one, each of them of two ranks or more in order."""
     ranks = range(len(steps[0]))
     skew, held_up = [0.0] * len(ranks), [0.0] * len(ranks)
     for step in steps:
