@@ -241,28 +241,27 @@ def train_in_one_function(backend: str) -> list[int]:
     calls = []
 
     def hook(state: None, bucket: Any) -> Tensor:
-        calls.append(bucket.index())  # Dynamo would compile this anew in each step
+        calls.append(bucket.index())
         return bucket.buffer() / 2  # type: ignore[no-any-return]
 
     pair = Pair(layers(), backend)
     wrapped = pair.wrap(pair.model)
     wrapped.register_comm_hook(None, hook)
-    torch._dynamo.utils.counters.clear()
 
     @compiled  # type: ignore[untyped-decorator]
     def step(x: Tensor) -> None:
         wrapped(x).square().mean().backward()
 
-    for _ in range(12):
+    for _ in range(3):
         step(torch.ones(4, WIDTH))
         wrapped.zero_grad()
-    assert not torch._dynamo.utils.counters["recompiles"]
+    assert hook.__code__ not in torch._dynamo.convert_frame.input_codes
     return calls
 
 
 def test_a_compiled_step_leaves_hooks_as_they_are(backend: str) -> None:
     (calls, _) = run_ranks(train_in_one_function, backend)
-    assert len(calls) > 12
+    assert len(calls) > 3
 
 
 def graphs_alone(backend: str) -> tuple[int, int]:
