@@ -1,4 +1,4 @@
-"""Step time of compiled models: this package's DataParallel beside torch's DDP, over loopback or a link as slow as asked.
+"""Step time of compiled models: this package's DataParallel beside torch's DDP, over loopback or a slower link.
 
 Both split compiled graphs where buckets end, so that buckets are sent while the backward goes on (docs/reducer.md).
 Further variants split at other sizes, or not at all. All live in the same processes and take turns, as in step_time.py,
@@ -17,7 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import DDP_VARIANTS, VARIANTS, Rank, describe_run, make_parser, parse, positive_int, run_ranks, wrap_options
+from _harness import (
+    DDP_VARIANTS,
+    VARIANTS,
+    Rank,
+    describe_run,
+    make_parser,
+    parse,
+    positive_int,
+    run_ranks,
+    wrap_options,
+)
 from models import MODELS
 from netlab import Lab, report
 from step_time import Measured, measure, report_model
@@ -94,7 +104,9 @@ def main() -> int:
     if "NETLAB_RESULTS" in os.environ:
         _as_host(args, variants)
         return 0
-    print(describe_run(args) if args.rate is None else f"torch {torch.__version__}, two hosts at {args.rate}", flush=True)
+    print(
+        describe_run(args) if args.rate is None else f"torch {torch.__version__}, two hosts at {args.rate}", flush=True
+    )
     if args.rate is not None:
         found = _in_lab(args, variants)
     else:
