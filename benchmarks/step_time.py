@@ -162,7 +162,7 @@ def _better_ddp(measured: Measured) -> str:
     return min(DDP_VARIANTS, key=lambda v: _median(measured.block_seconds[v]))
 
 
-def _report(model_name: str, results: list[Measured], style: str) -> bool:
+def report_model(model_name: str, results: list[Measured], style: str) -> bool:
     """Print one model's table and parity; True if all weights are as they should be."""
     measured = results[0]
     seconds = measured.block_seconds
@@ -225,7 +225,7 @@ def main() -> int:
             measure, name, variants, blocks, steps, wrap_options(args),
             world_size=args.world_size, device=args.device,
         )  # fmt: skip
-        all_equal &= _report(name, results, args.output)
+        all_equal &= report_model(name, results, args.output)
         all_measured[name] = results[0]
     if len(all_measured) > 1:
         _report_summary(all_measured, args.output)

@@ -1,4 +1,4 @@
-"""Compiled models: buckets are launched between the graphs of the backward, in whatever order one compiles and wraps."""
+"""Compiled models: buckets are launched between the graphs of a backward, in whatever order one compiles and wraps."""
 
 import contextlib
 import copy
@@ -241,28 +241,27 @@ def train_in_one_function(backend: str) -> list[int]:
     calls = []
 
     def hook(state: None, bucket: Any) -> Tensor:
-        calls.append(bucket.index())  # Dynamo would compile this anew in each step
+        calls.append(bucket.index())
         return bucket.buffer() / 2  # type: ignore[no-any-return]
 
     pair = Pair(layers(), backend)
     wrapped = pair.wrap(pair.model)
     wrapped.register_comm_hook(None, hook)
-    torch._dynamo.utils.counters.clear()
 
     @compiled  # type: ignore[untyped-decorator]
     def step(x: Tensor) -> None:
         wrapped(x).square().mean().backward()
 
-    for _ in range(12):
+    for _ in range(3):
         step(torch.ones(4, WIDTH))
         wrapped.zero_grad()
-    assert not torch._dynamo.utils.counters["recompiles"]
+    assert hook.__code__ not in torch._dynamo.convert_frame.input_codes
     return calls
 
 
 def test_a_compiled_step_leaves_hooks_as_they_are(backend: str) -> None:
     (calls, _) = run_ranks(train_in_one_function, backend)
-    assert len(calls) > 12
+    assert len(calls) > 3
 
 
 def graphs_alone(backend: str) -> tuple[int, int]:
@@ -283,21 +282,23 @@ def test_graphs_are_split_only_where_gradients_are_sent() -> None:
 
 
 def with_compiled_autograd(backend: str) -> list[str]:
-    messages = []
     torch._dynamo.config.compiled_autograd = True
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError) as at_setup:
         DataParallel(layers(), reducer_backend=backend)  # type: ignore[arg-type]
-    messages.append(str(raised.value))
     torch._dynamo.config.compiled_autograd = False
     wrapped = DataParallel(compiled(layers()), reducer_backend=backend)  # type: ignore[arg-type]
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(Exception) as late:
-        wrapped(torch.ones(4, WIDTH)).square().mean().backward()
-    messages.append(str(late.value))
-    return messages
+    loss = wrapped(torch.ones(4, WIDTH)).square().mean()
+    under = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with under, pytest.raises(RuntimeError) as in_backward:
+        loss.backward()
+    return [str(at_setup.value), str(in_backward.value)]
 
 
 def test_compiled_autograd_is_refused(backend: str) -> None:
     for at_setup, in_backward in run_ranks(with_compiled_autograd, backend):
         assert at_setup.startswith("Compiled autograd cannot reduce gradients")
         assert "\n" not in at_setup
-        assert in_backward == at_setup or "ompiled Autograd" in in_backward  # the native engine leaves it to torch
+        if backend == "python":
+            assert in_backward == at_setup
+        else:  # to torch, which cannot run hooks in C++
+            assert "[Note: Compiled Autograd]" in in_backward
