@@ -1,4 +1,4 @@
-"""Backwards outside of the step stay on their rank; parameters swapped within each step; a checkpointed Fabric model."""
+"""Backwards outside of the step stay on their rank; parameters swapped in each step; a checkpointed Fabric model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,11 +64,16 @@ class ByHand(Validated):
         optimizer.step()
 
 
-def _fit(module_class: type[Net], place: str | None, ranks: tuple[int, ...], hook: Any) -> tuple[dict[str, Tensor], int]:
+def _fit(
+    module_class: type[Net], place: str | None, ranks: tuple[int, ...], hook: Any
+) -> tuple[dict[str, Tensor], int]:
     module = make_module(module_class)
     probe = Elsewhere(place or "", ranks if place else ())
     trainer = make_trainer(
-        DDPHooksStrategy(comm_hook=hook, failure_timeout=10), callbacks=[probe], inference_mode=False, limit_val_batches=2
+        DDPHooksStrategy(comm_hook=hook, failure_timeout=10),
+        callbacks=[probe],
+        inference_mode=False,
+        limit_val_batches=2,
     )
     trainer.fit(module)
     return {name: value.detach().clone() for name, value in module.named_parameters()}, probe.ran
