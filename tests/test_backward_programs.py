@@ -1,4 +1,4 @@
-"""Random programs of forwards and backwards give the bits of stock DDP; `benchmarks/soak_backwards.py` is the long form."""
+"""Random programs of forwards and backwards give the bits of stock DDP; long form: `benchmarks/soak_backwards.py`."""
 
 from collections.abc import Sequence
 

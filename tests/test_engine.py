@@ -30,6 +30,7 @@ class Host:
         self.on: dict[str, Callable[[], None]] = {}
         self.buckets: list[Bucket] = []
         self.closed = False
+        self.goes_on = False
 
     def close(self) -> None:
         self.closed = True
@@ -53,7 +54,7 @@ class Host:
     def bucket_full(self, index: int) -> None:
         self._hear("full", index)
 
-    def backward_ended(self) -> None:
+    def backward_ended(self) -> bool:
         # The engine leaves the last bucket to whoever ends the backward.
         last = len(self.buckets) - 1
         if self.engine.complete and last >= 0 and not self.closed:
@@ -61,6 +62,7 @@ class Host:
             self.engine.launched = len(self.buckets)
             self._hear("full", last)
         self._hear("ended")
+        return self.goes_on
 
     def backward_aborted(self) -> None:
         self.engine.stop()
@@ -283,6 +285,58 @@ def test_a_gradient_that_comes_too_often_is_late_only_if_it_was_copied(backend: 
     twice(params[0], params[0], params[1], params[1], params[2]).sum().backward()
     assert host.engine.late() == []
     assert ("full", 0) in host.heard
+
+
+def _in_backward(body: Callable[[], None], fails: bool = False) -> Tensor:
+    """Return a loss in whose backward another piece of code runs."""
+
+    class Run(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            with torch.enable_grad():
+                body()
+            if fails:
+                raise RuntimeError("as planned")
+            return g
+
+    return Run.apply(torch.ones(1, requires_grad=True)).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_the_end_is_told_in_each_enclosing_backward_as_long_as_the_host_asks_for_it(backend: str) -> None:
+    params = weights((3,), (4,))
+    host = Host(params, backend)
+    host.lay_out([0, 1])
+    host.goes_on = True
+    depth: list[int] = []
+
+    def nested() -> None:
+        loss(params).backward()
+        depth.append(host.heard.count("ended"))
+
+    def twice_nested() -> None:
+        _in_backward(nested).backward()
+        depth.append(host.heard.count("ended"))
+
+    _in_backward(twice_nested).backward()
+    assert depth == [1, 2]
+    assert host.heard.count("ended") == 3
+    assert not host.engine.callback_queued  # the outermost has ended
+    assert not host.engine.take_aborted()
+
+
+def test_an_exception_in_the_enclosing_backward_aborts(backend: str) -> None:
+    params = weights((3,), (4,))
+    host = Host(params, backend)
+    host.lay_out([0, 1])
+    host.goes_on = True
+    with pytest.raises(RuntimeError, match="as planned"):
+        _in_backward(lambda: loss(params).backward(), fails=True).backward()
+    assert host.heard.count("ended") == 1
+    assert host.engine.take_aborted()
 
 
 @pytest.mark.parametrize("moment", ["begins", "full", "ended"])

@@ -205,8 +205,8 @@ def unfrozen_once_text(names: Sequence[str]) -> str:
     """Say what has happened when parameters were unfrozen and frozen again before all ranks knew, on a device."""
     shown = ", ".join(map(repr, names[:MAX_NAMES])) + (", ..." if len(names) > MAX_NAMES else "")
     return (
-        f"Parameters required a gradient in one backward only, which did not train them: {shown}. On this device what is "
-        f"unfrozen is trained from the next backward on; to swap parameters in each step, pass {_FIND_UNUSED}."
+        f"Parameters required a gradient in one backward only, which did not train them: {shown}. On this device what "
+        f"is unfrozen is trained from the next backward on; to swap parameters in each step, pass {_FIND_UNUSED}."
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from lightning_ddp_hooks import _compat
 
@@ -74,7 +75,7 @@ class OutputHooks:
         for tensor in outputs:
             output = _Output()
             self._unvisited.add(output)
-            tensor.register_hook(partial(self._visit, weakref.ref(self), output))
+            tensor.register_hook(unserializable_hook(partial(self._visit, weakref.ref(self), output)))
 
     @staticmethod
     def _visit(own: weakref.ref[OutputHooks], output: _Output, _: Tensor) -> None:

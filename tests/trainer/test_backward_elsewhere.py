@@ -1,4 +1,4 @@
-"""Backwards outside of the step stay on their rank; parameters swapped within each step; a checkpointed Fabric model."""
+"""Backwards outside of the step stay on their rank; parameters swapped in each step; a checkpointed Fabric model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from trainer_runs import Net, make_module, make_trainer, rank
+from trainer_runs import Net, State, assert_same, make_module, make_trainer, rank, state_of
 
 from lightning_ddp_hooks import DDPHooksStrategy, hooks
 
@@ -64,19 +64,11 @@ class ByHand(Validated):
         optimizer.step()
 
 
-def _fit(
-    module_class: type[Net], place: str | None, ranks: tuple[int, ...], hook: Any
-) -> tuple[dict[str, Tensor], int]:
-    module = make_module(module_class)
-    probe = Elsewhere(place or "", ranks if place else ())
-    trainer = make_trainer(
-        DDPHooksStrategy(comm_hook=hook, failure_timeout=10),
-        callbacks=[probe],
-        inference_mode=False,
-        limit_val_batches=2,
-    )
-    trainer.fit(module)
-    return {name: value.detach().clone() for name, value in module.named_parameters()}, probe.ran
+def _fit(module_class: type[Net], place: str, ranks: tuple[int, ...], hook: Any) -> tuple[State, int]:
+    module, probe = make_module(module_class), Elsewhere(place, ranks)
+    strategy = DDPHooksStrategy(comm_hook=hook, failure_timeout=10)
+    make_trainer(strategy, callbacks=[probe], inference_mode=False, limit_val_batches=2).fit(module)
+    return state_of(module), probe.ran
 
 
 @pytest.mark.parametrize(
@@ -88,10 +80,10 @@ def test_a_backward_outside_of_the_step_stays_on_its_rank(
     module_class: type[Net], place: str, ranks: tuple[int, ...]
 ) -> None:
     hook = hooks.TopK(ratio=0.3)  # its memory would show the gradients of others
-    plain = run_ranks(_fit, module_class, None, (), hook)
+    plain = run_ranks(_fit, module_class, place, (), hook)
     found = run_ranks(_fit, module_class, place, ranks, hook)
-    for of_rank, (wanted, _) in zip(found, plain, strict=True):
-        assert all(torch.equal(of_rank[0][name], wanted[name]) for name in wanted)
+    for (state, _), (wanted, _) in zip(found, plain, strict=True):
+        assert_same(state, wanted)
     assert [bool(ran) for _, ran in found] == [r in ranks for r in (0, 1)]
 
 
