@@ -150,3 +150,25 @@ def _guard() -> None:
 @pytest.mark.ranks
 def test_lazy_gradients_are_looked_at() -> None:
     run_ranks(_guard)
+
+
+def _shard() -> list[Tensor]:
+    torch.manual_seed(3)
+    params = [nn.Parameter(make().detach()) for make in LAZY.values()]
+    twins = [nn.Parameter(param.detach().resolve_conj().resolve_neg()) for param in params]
+    sharded: Any = ldh.optim.ShardedOptimizer(params, torch.optim.SGD, lr=0.1, foreach=False)
+    plain = torch.optim.SGD(twins, lr=0.1, foreach=False)
+    for param, twin in zip(params, twins, strict=True):
+        twin.grad = torch.ones_like(twin)
+        param.grad = torch.ones_like(twin)
+    sharded.step()
+    plain.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(as_real(param), as_real(twin))
+    return [as_real(param).clone() for param in params]
+
+
+@pytest.mark.ranks
+def test_lazy_parameters_are_sharded() -> None:
+    for one, other in zip(*run_ranks(_shard), strict=True):
+        assert torch.equal(one, other)

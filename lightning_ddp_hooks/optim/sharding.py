@@ -14,6 +14,7 @@ from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.hooks.workspace import Workspace
 from lightning_ddp_hooks.reducer import requests
+from lightning_ddp_hooks.reducer.real_values import as_real, is_lazy, write_real
 from lightning_ddp_hooks.reducer.reducer import Reducer
 from lightning_ddp_hooks.reducer.requests import Request
 
@@ -89,23 +90,24 @@ class ShardAssignment:
         with _compat.span("ldh::exchange_parameters"):
             for param in params if self.world_size > 1 else ():
                 owner = self.owner(param)
-                tensor = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
-                if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous():
+                tensor = as_real(param)
+                if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous() and not is_lazy(param):
                     broadcasts.append(requests.Broadcast(tensor, owner))
                 elif tensor.numel():
-                    small.setdefault((owner, tensor.dtype, tensor.device), []).append(tensor)
-            for (owner, dtype, device), tensors in small.items():
+                    small.setdefault((owner, tensor.dtype, tensor.device), []).append(param)
+            for (owner, dtype, device), its_params in small.items():
+                tensors = [as_real(param) for param in its_params]
                 flat = self.workspace.get((key, owner), sum(t.numel() for t in tensors), dtype, device)
                 parts = _compat.unflatten(flat, tensors)
                 if owner == self.rank:
                     _compat.foreach_copy_(parts, tensors)
                 else:
-                    received.append((tensors, parts))
+                    received.append((its_params, parts))
                 broadcasts.append(requests.Broadcast(flat, owner))
         if broadcasts:
             yield requests.Together(broadcasts, purpose="parameters")
-        for tensors, parts in received:
-            _compat.foreach_copy_(tensors, parts)
+        for its_params, parts in received:
+            write_real(its_params, parts)
 
 
 def bucket_bundles(reducer: Reducer) -> Sequence[Sequence[Tensor]]:

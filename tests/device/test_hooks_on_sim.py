@@ -101,3 +101,60 @@ def test_overflows_are_shared_without_waiting() -> None:
     found = [0.0] * STEPS
     found[LEARNED + 1] = 1.0  # a step later; what rank 1 found in this step has been answered by then
     assert run_ranks(share_scale) == [found] * 2
+
+
+class _Skipping(Net):
+    """Leaves out its first layers, whose gradients come last."""
+
+    def forward(self, batch: Tensor, skip: int = 0) -> Tensor:
+        return self.head(self.layers[skip:](batch))  # type: ignore[no-any-return]
+
+
+class _NotesLast(hooks.CommHook, hooks.BoundHook):
+    def __init__(self) -> None:
+        self.marks: list[bool] = []
+
+    def bind(self, context: hooks.BindContext) -> hooks.BoundHook:
+        return self
+
+    def reduce(self, bucket: ldh.GradBucket) -> hooks.Phases:
+        self.marks.append(bucket.is_last())
+        yield hooks.requests.AllReduce(bucket.buffer())
+        bucket.buffer().div_(bucket.divisor)
+        return None
+
+
+def last_buckets(on_device: bool, backend: str) -> tuple[list[list[bool]], list[Tensor]]:
+    rank = dist.get_rank()
+    device = sim.join_world(seed=rank, delayed=0.2, longest_ms=1) if on_device else torch.device("cpu")
+    torch.manual_seed(0)
+    net, hook = _Skipping().to(device), _NotesLast()
+    model = ldh.DataParallel(
+        net,
+        comm_hook=hook,
+        bucket_cap_mb=0.0005,
+        first_bucket_mb=0.0005,
+        find_unused_parameters=True,
+        reducer_backend=backend,  # type: ignore[arg-type]
+    )
+    marks, found = [], []
+    for step, skip in enumerate([0, 0, 2, 4, 1, 0]):
+        hook.marks = []
+        net.zero_grad()
+        model(batch(step, rank).to(device), skip=min(skip + rank, 4)).square().mean().backward()
+        marks.append(hook.marks)
+        found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
+    return marks, [values.cpu() for values in found]
+
+
+@pytest.mark.parametrize("backend", ["python", "native"])
+def test_one_bucket_is_the_last_whatever_is_sent(backend: str) -> None:
+    (there, gradients), (other, others) = run_ranks(last_buckets, True, backend)
+    here, expected = run_ranks(last_buckets, False, backend)[0]
+    assert there == other == here
+    for marks in there:
+        assert marks == [False] * (len(marks) - 1) + [True]
+    assert len({len(marks) for marks in there}) > 2
+    for one, theirs, wanted in zip(gradients, others, expected, strict=True):
+        assert torch.equal(one, theirs)
+        torch.testing.assert_close(one, wanted)
