@@ -1,15 +1,19 @@
 """Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
 
-from lightning_ddp_hooks import averaging, callbacks, hooks, join, optim
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_ddp_hooks import _compat, averaging, hooks, join, optim
 from lightning_ddp_hooks.data_parallel import DataParallel, DistributedDataParallel
-from lightning_ddp_hooks.lightning.fabric import FabricDDPHooksStrategy
-from lightning_ddp_hooks.lightning.names import register
-from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
+if TYPE_CHECKING:
+    from lightning_ddp_hooks import callbacks
+    from lightning_ddp_hooks.lightning.fabric import FabricDDPHooksStrategy
+    from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
+
 __version__ = "0.1.0"
-register(DDPHooksStrategy, FabricDDPHooksStrategy)
 shm_backend.register()
 
 __all__ = [
@@ -25,3 +29,24 @@ __all__ = [
     "join",
     "optim",
 ]
+
+# Plain PyTorch does without Lightning, which takes seconds to load: what needs it is loaded where it is asked for.
+_OF_LIGHTNING = {"DDPHooksStrategy": ".lightning.strategy", "FabricDDPHooksStrategy": ".lightning.fabric"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "callbacks":
+        return import_module(f"{__name__}.callbacks")
+    if name in _OF_LIGHTNING:
+        return getattr(import_module(__name__ + _OF_LIGHTNING[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _register() -> None:
+    names = import_module(f"{__name__}.lightning.names")
+    names.register(__getattr__("DDPHooksStrategy"), __getattr__("FabricDDPHooksStrategy"))
+
+
+_compat.when_imported("lightning", _register)
+for _package in ("pytorch_lightning", "lightning_fabric"):
+    _compat.refuse_in_standalone_package("ddp_hooks", _package)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """`DistributedDataParallel` in the place of torch's: its arguments, and the names of it that other packages use."""
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -223,3 +225,21 @@ def wrap_groups() -> list[int]:
 def test_ranks_are_named_by_group_or_mesh_and_static_graph_comes_in_time() -> None:
     assert run_ranks(wrap_groups) == [[2, 2, 2]] * 2
     assert "before the first backward" in run_ranks(set_too_late)[0]
+
+
+ALONE = """
+import sys
+from lightning_ddp_hooks import DataParallel, DistributedDataParallel, hooks
+assert not {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"} & set(sys.modules), "loaded"
+import lightning.pytorch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+import lightning_ddp_hooks as ldh
+assert StrategyRegistry["ddp_hooks"]["strategy"] is ldh.DDPHooksStrategy
+assert STRATEGY_REGISTRY["ddp_hooks"]["strategy"] is ldh.FabricDDPHooksStrategy
+assert ldh.callbacks.UnevenInputs
+"""
+
+
+def test_plain_pytorch_does_not_load_lightning_and_names_are_registered_once_it_is() -> None:
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)

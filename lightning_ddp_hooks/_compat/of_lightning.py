@@ -238,10 +238,15 @@ def refuse_in_standalone_package(
     ``pytorch_lightning`` has classes of its own, which do not mix with ``lightning.pytorch``'s. It may be imported
     after us, so its import is watched. The same holds for ``lightning_fabric`` and ``lightning.fabric``.
     """
+    when_imported(package, lambda: _register_refusal(name, package))
+
+
+def when_imported(package: str, callback: Callable[[], None]) -> None:
+    """Call back once a package has been imported: now, or when somebody does so."""
     if package in sys.modules:
-        _register_refusal(name, package)
-    elif not any(isinstance(f, _StandalonePackageFinder) and f.package == package for f in sys.meta_path):
-        sys.meta_path.insert(0, _StandalonePackageFinder(package, lambda: _register_refusal(name, package)))
+        callback()
+    elif not any(isinstance(f, _PackageFinder) and f.package == package for f in sys.meta_path):
+        sys.meta_path.insert(0, _PackageFinder(package, callback))
 
 
 _STANDALONE = {
@@ -261,7 +266,7 @@ def _register_refusal(name: str, package: str) -> None:
         registry.register(name + suffix, refuse, override=True)
 
 
-class _StandalonePackageFinder(importlib.abc.MetaPathFinder):
+class _PackageFinder(importlib.abc.MetaPathFinder):
     """Calls back once a package has been imported."""
 
     def __init__(self, package: str, callback: Callable[[], None]) -> None:

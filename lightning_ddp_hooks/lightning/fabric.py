@@ -65,7 +65,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
         static_graph: learn in the first backward which parameters are used, and rely on it.
-        broadcast_buffers: send rank 0's buffers to all ranks at setup and before forwards.
+        broadcast_buffers: send rank 0's buffers to all ranks at setup and before forwards, also of an evaluation.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
         timeout: of collectives.

@@ -75,7 +75,7 @@ class DDPHooksStrategy(DDPStrategy):
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
         static_graph: learn in the first backward which parameters are used, and rely on it.
-        broadcast_buffers: send rank 0's buffers to all ranks at setup and before training steps.
+        broadcast_buffers: send rank 0's buffers to all ranks at setup, before training steps and before validation.
         gradient_weighting: ``"ranks"`` weighs each rank alike; ``"samples"`` weighs each sample alike when ranks hold
             micro-batches of different sizes, in all micro-batches of an accumulation window.
         accumulation: with ``accumulate_grad_batches`` Lightning divides by that number also where the last window of an

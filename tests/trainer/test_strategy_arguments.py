@@ -67,7 +67,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bucket_cap_mb": float("nan")}, ValueError, "`bucket_cap_mb`"),
     ({"bucket_cap_mb": float("inf")}, ValueError, "`bucket_cap_mb`"),
     ({"first_bucket_mb": -1}, ValueError, "`first_bucket_mb`"),
-    ({"first_bucket_mb": None}, TypeError, "`first_bucket_mb`"),
+    ({"first_bucket_mb": "1"}, TypeError, "`first_bucket_mb`"),
     ({"gradient_as_bucket_view": 1}, TypeError, "True or False for `gradient_as_bucket_view`, got 1"),
     ({"find_unused_parameters": "yes"}, TypeError, "`find_unused_parameters`"),
     ({"static_graph": None}, TypeError, "`static_graph`"),
