@@ -1,5 +1,6 @@
 """Hooks written as functions, by torch's contract: torch's own, a user's, any callable."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 _ONE_COLLECTIVE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
 _QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
 _POWERSGD = {"powersgd_hook", "powerSGD_hook", "batched_powersgd_hook", "batched_powerSGD_hook"}
+# Of a state for post-local SGD, ours or torch's: the setting for the step from which gradients are local.
+_LOCAL_FROM = ("start_local_sgd_iter", "start_localSGD_iter")
 _STATELESS = _ONE_COLLECTIVE | _QUANTIZATION
 
 
@@ -61,9 +64,9 @@ class TorchHook(CommHook):
 
     def replicas_differ_from(self) -> int | None:
         """Return None for functions of torch and of this package that give all ranks the same; 0 for unknown ones."""
-        if self._is_named("post_local_sgd_hook", "post_localSGD_hook"):
-            setting = "start_localSGD_iter" if self._is_from("torch") else "start_local_sgd_iter"
-            return int(getattr(self.state, setting, 0))
+        for setting in _LOCAL_FROM:
+            if hasattr(self.state, setting):
+                return int(getattr(self.state, setting))
         return None if self._is_named(*(_STATELESS - {"noop_hook"}), *_POWERSGD) else 0
 
     def bind(self, context: BindContext) -> BoundHook:
@@ -74,6 +77,8 @@ class TorchHook(CommHook):
         reads = ours if self.reads_divisor is None else self.reads_divisor
         bound = _BoundFunction(self.hook, self.state, serial, None if reads else float(context.world_size))
         bound.keeps_state = not self._is_named(*_STATELESS)
+        if any(hasattr(self.state, name) for name in _LOCAL_FROM) and hasattr(self.state, "iter"):
+            bound.clock = context.step
         return bound
 
     def _is_from(self, package: str) -> bool:
@@ -92,8 +97,11 @@ class _BoundFunction(BoundHook):
         self._hook = hook
         self._state = state
         self._divided_by = divided_by  # None: by the bucket's divisor, as it should be
+        self.clock: Callable[[], int] | None = None  # what a state for post-local SGD is to count by
 
     def reduce(self, bucket: GradBucket) -> Phases:
+        if self.clock is not None:
+            self._state.iter = self.clock()
         returned = self._hook(self._state, bucket)
         if isinstance(returned, Tensor):
             return self._rescaled(bucket, check_result(self.name, bucket, returned))
