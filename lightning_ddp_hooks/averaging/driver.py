@@ -38,7 +38,7 @@ class Averaging:
     """An averager in a training run, whose module is equal on all ranks at first.
 
     ``hook`` averages gradients, and must go with the averager. ``before_eval``: whether to evaluate the averaged model.
-    ``save_replicas``: whether checkpoints hold each rank's own model and optimizer state; ``"auto"`` decides by the size.
+    ``save_replicas``: whether checkpoints hold each rank's own model and optimizer state; ``"auto"``: if that is small.
     """
 
     def __init__(

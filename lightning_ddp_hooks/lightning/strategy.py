@@ -200,17 +200,10 @@ class DDPHooksStrategy(DDPStrategy):
         """
         return self._inputs.active_group()
 
-    def use_averager(
-        self,
-        averager: ModelAverager,
-        *,
-        average_before_eval: bool = True,
-        save_replicas: bool | Literal["auto"] = "auto",
-    ) -> None:
-        """Average the model, as if that was given to the constructor; before the strategy is set up."""
+    def use_averager(self, averager: ModelAverager, **flags: Any) -> None:
+        """Average the model, as if that and its flags were given to the constructor; before the strategy is set up."""
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
         settings = replace(self.settings, averager=averager, **flags)
         settings.check()
         raise_on_conflict(settings.in_fit(**self._inputs.facts()))
