@@ -58,7 +58,7 @@ class Settings(ReducerConfig):
 
     comm_hook: HookLike | None = None
     averager: ModelAverager | None = None
-    save_replicas: bool = True
+    save_replicas: bool | Literal["auto"] = "auto"
     optimizer_in_hook: OptimizerInHook | None = None
     process_group_backend: str | None = None
     timeout: timedelta | None = comm.DEFAULT_TIMEOUT
@@ -102,9 +102,11 @@ class Settings(ReducerConfig):
             if value is not None and not isinstance(value, kind):
                 article = "an" if kind is OptimizerInHook else "a"
                 raise TypeError(f"Expected {article} {kind.__name__} for `{name}`, got {type(value).__name__}.")
-        for name in ("average_before_eval", "save_replicas", "detect_nonfinite", "check_logged_values"):
+        for name in ("average_before_eval", "detect_nonfinite", "check_logged_values"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")
+        if not isinstance(self.save_replicas, bool) and self.save_replicas != "auto":
+            raise TypeError(f"Expected True, False or 'auto' for `save_replicas`, got {self.save_replicas!r}.")
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"Expected `{name}` to be one of {choices}, got {value!r}.")
@@ -149,6 +151,7 @@ class FitSettings(Settings):
     gradient_clip_val: float | None = None  # the Trainer's, as the next one
     accumulate_grad_batches: int = 1
     scaler: bool = False  # whether a GradScaler scales the loss
+    weight_averaging: str | None = None  # Lightning's callback that averages weights over steps
     late: str | None = None  # what looks at gradients before the step, as in "MyModule overrides `optimizer_step`"
 
     @property

@@ -83,6 +83,12 @@ RULES: tuple[ConflictRule, ...] = (
         '`gradient_weighting="samples"` weighs gradients, which are not exchanged once `averager` has taken over.',
     ),
     ConflictRule(
+        ("averager", "Lightning's averaging of weights over steps"),
+        lambda s: s.averager and s.weight_averaging,
+        "The callback {s.weight_averaging} averages over the steps of one rank, and so keeps another model on each one "
+        "while `averager` lets each train for itself: leave one of them out.",
+    ),
+    ConflictRule(
         ("averager", "optimizer_in_hook"),
         lambda s: s.averager and s.optimizer_in_hook,
         "`averager` lets each rank train for itself with an optimizer of its own, which `optimizer_in_hook` steps for "

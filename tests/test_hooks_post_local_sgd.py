@@ -1,6 +1,7 @@
 """Post-local SGD's gradients: over all ranks, then over the subgroup, or not at all."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,7 +122,12 @@ def gradients_on_both() -> dict[str, list[Tensor]]:
         found[wrapper] = steps
         assert state.iter == 4
     whole = PostLocalSGDState(None, None, 0)  # the ranks of this host: all of them
+    with mock.patch.object(ldh.comm, "is_initialized", return_value=False):
+        early = PostLocalSGDState(None, None, 0)  # there is no group yet
     assert whole.subgroup is not None
+    assert early.subgroup is None
+    early.find_groups()
+    assert dist.get_process_group_ranks(early.subgroup) == dist.get_process_group_ranks(whole.subgroup)
     found["host size"] = [torch.tensor(dist.get_world_size(whole.subgroup))]
     return found
 

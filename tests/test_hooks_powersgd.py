@@ -1,7 +1,9 @@
 """PowerSGD on ranks: what it conserves, when it is exact, order over ranks, non-finite gradients, resuming."""
 
+import copy
 import io
 import math
+import pickle
 import random
 from typing import Any
 
@@ -442,3 +444,31 @@ def test_memory_follows_its_parameter_through_layouts(name: str) -> None:
     total, rest = run_ranks(move_through_layouts, VARIANTS[name])[0]
     went_in = sum(flat(exact_mean(step, MIXED, 2)) for step in range(6))
     torch.testing.assert_close(total + rest, went_in, rtol=0, atol=2e-5)
+
+
+def pickled_in_the_middle(batched: bool) -> bool:
+    hook = batched_powersgd_hook if batched else powersgd_hook
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+
+    def train(state: PowerSGDState, steps: range) -> Tensor:
+        torch.manual_seed(0)
+        model = DataParallel(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)))
+        model.register_comm_hook(state, hook)
+        for step in steps:
+            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            model.zero_grad()
+            model(x).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    train(state, range(5))
+    again = [pickle.loads(pickle.dumps(state)), copy.deepcopy(state)] if dist.get_rank() else [copy.deepcopy(state)] * 2
+    with pytest.raises(TypeError, match="knows its module"):
+        pickle.dumps(TorchDDPState(None, module=nn.Linear(1, 1)))
+    went_on = train(state, range(5, 8))
+    return torch.equal(train(again[0], range(5, 8)), went_on) and again[1].steps == 5
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_pickled_state_goes_on_as_the_state_itself(batched: bool) -> None:
+    assert run_ranks(pickled_in_the_middle, batched) == [True, True]

@@ -113,6 +113,20 @@ def test_added_parameters_are_averaged():
     assert run_ranks(grow) == [[0.5, 0.5]] * 2
 
 
+def count_by_averager():
+    model = torch.nn.Linear(1, 1, bias=False)
+    averager = PeriodicModelAverager(period=2)
+    averager.load_state_dict({"kind": "PeriodicModelAverager", "step": 4})
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    for _ in range(3):
+        optimizer.step()
+    return averager.step, optimizer.averager.step, averager.state_dict()["step"]
+
+
+def test_the_averager_that_was_given_tells_the_step():
+    assert run_ranks(count_by_averager) == [(7, 7, 7)] * 2
+
+
 COUNTS = [(7, 5, 2), (2, 5, 7), (0, 4, 2)]
 
 

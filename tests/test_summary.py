@@ -99,6 +99,15 @@ def test_a_users_hook_may_have_any_fields() -> None:
     assert text == "UsersHook(awkward=Awkward, made=1)"
 
 
+def test_an_averager_that_never_makes_an_outer_step_is_told() -> None:
+    late = averaging.DiLoCo(period=6, warmup_steps=3, fragments=2)
+    for averager, first in ((averaging.DiLoCo(period=6), 6), (late, 6)):
+        assert [text[:22] for text in without_effect(None, averager, first)] == ["DiLoCo makes its first"]
+        assert list(without_effect(None, averager, first + 1)) == []
+        assert list(without_effect(None, averager, math.inf)) == []
+    assert "DiLoCo begins after 3 steps" in next(without_effect(None, late, 3))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Around(hooks.CommHook):
     """A user's hook around another one."""

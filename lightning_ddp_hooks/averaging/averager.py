@@ -112,10 +112,7 @@ class ModelAverager(ABC):
         given = list(_flat(params))
         bound = self._bound
         if bound is None:
-            bound = self.bind(plain_context([str(index) for index in range(len(given))], given))
-            if self._loaded:
-                bound.load_state_dict(self._loaded)
-            object.__setattr__(self, "_bound", bound)
+            bound = self.start(plain_context([str(index) for index in range(len(given))], given))
         elif [id(param) for param in given] != [id(param) for param in bound.context.params]:
             raise ValueError(
                 f"Expected the {len(bound.context.params)} parameters of the first call, in their order, got "
@@ -123,13 +120,21 @@ class ModelAverager(ABC):
             )
         bound.average_parameters()
 
+    def start(self, context: AveragingContext) -> BoundAverager:
+        """Bind the averager in plain PyTorch, where `step` and `state_dict` then speak of it; collective."""
+        bound = self.bind(context)
+        if self._loaded:
+            bound.load_state_dict(self._loaded)
+        object.__setattr__(self, "_bound", bound)
+        return bound
+
     @property
     def step(self) -> int:
-        """Number of steps that `average_parameters` has seen."""
+        """Number of steps that it has seen, in `average_parameters` or of a `PostLocalSGDOptimizer`."""
         return int(self._loaded.get("step", 0)) if self._bound is None else self._bound.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `average_parameters` has built up; collective for some averagers."""
+        """Return the state that it has built up in plain PyTorch; collective for some averagers."""
         return dict(self._loaded) if self._bound is None else self._bound.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

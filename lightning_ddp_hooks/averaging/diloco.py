@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.exchange import PseudoGradientExchange
 from lightning_ddp_hooks.averaging.outer import OuterModel
@@ -94,6 +95,13 @@ class DiLoCo(ModelAverager):
         if self.outer_device is not None:
             torch.device(self.outer_device)
         resolve_hook(self.comm_hook)
+
+    @property
+    def first_outer_step(self) -> int:
+        """The step that sends the first pseudo-gradients."""
+        return (
+            self.warmup_steps + FragmentSchedule(self.period, self.warmup_steps, self.fragments, self.delay).offsets[0]
+        )
 
     def make_outer_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
         """Return the outer optimizer over the outer parameters."""
@@ -193,7 +201,7 @@ class _BoundDiLoCo(BoundAverager):
     def finish(self) -> None:
         if self._exchange.pending:
             self._outer_step()
-        if not self.replicas_equal and not self._outer_steps:
+        if not self.replicas_equal and not self._outer_steps and comm.rank(self.group) == 0:
             log.warning(
                 f"Training ends at step {self.step}, before the first outer step of DiLoCo "
                 f"(period={self._diloco.period}): the global model holds nothing of what the replicas have learnt "

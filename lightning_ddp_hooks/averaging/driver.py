@@ -14,7 +14,7 @@ All calls are made on all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,15 @@ from lightning_ddp_hooks.hooks.state import require_sound, whole_number
 STATE_KEY = "lightning_ddp_hooks.averaging"
 """Where `Averaging.state_dict` lies in a Trainer checkpoint, whether a strategy or a callback wrote it."""
 
+MOST_REPLICAS = 2 << 30
+"""Bytes of all ranks' replicas up to which a checkpoint holds them by default: they lie in one file of rank 0's."""
+
 
 class Averaging:
     """An averager in a training run, whose module is equal on all ranks at first.
 
     ``hook`` averages gradients, and must go with the averager. ``before_eval``: whether to evaluate the averaged model.
-    ``save_replicas``: whether checkpoints hold each rank's own model and optimizer state.
+    ``save_replicas``: whether checkpoints hold each rank's own model and optimizer state; ``"auto"``: if that is small.
     """
 
     def __init__(
@@ -47,14 +50,13 @@ class Averaging:
         *,
         hook: CommHook | None = None,
         before_eval: bool = True,
-        save_replicas: bool = True,
+        save_replicas: bool | Literal["auto"] = "auto",
     ) -> None:
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
         self._module = module
         self._optimizers = optimizers
         self._before_eval = before_eval
-        self._save_replicas = save_replicas
         self._hook_follows_schedule = hook_follows_schedule(averager, hook)
         named = dict(module.named_parameters())
         context = plain_context(
@@ -62,6 +64,10 @@ class Averaging:
         )
         self.control_group = context.control_group
         self.bound = averager.bind(context)
+        # With what Adam keeps; the optimizers have no state yet.
+        own = 3 * sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        self.replicas_nbytes = context.world_size * (own + sum(buffer.nbytes for buffer in module.buffers()))
+        self.saves_replicas = self.replicas_nbytes <= MOST_REPLICAS if save_replicas == "auto" else save_replicas
         # While the averaged model is in place: the replica's own values, by id, beside the tensors that they belong to.
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -126,7 +132,7 @@ class Averaging:
     def state_dict(self, *, with_replicas: bool = True) -> dict[str, Any]:
         """Return the averager's state and, on rank 0, the replicas, for the checkpoint that rank 0 writes."""
         replicas = None
-        if with_replicas and self._save_replicas and self.is_local:
+        if with_replicas and self.saves_replicas and self.is_local:
             # What has never been trainable is the same everywhere, and lies in the model's own state.
             names, params = self.bound.context.names, self.bound.context.params
             replicas = gather_replicas(

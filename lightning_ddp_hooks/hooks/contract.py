@@ -112,6 +112,18 @@ class BoundHook(ABC):
         """Return what is needed to go on: tensors, str, int, float, bool, None, list and dict only. Collective."""
         return {}
 
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, in the form of `state_dict` but without a collective.
+
+        Raises:
+            TypeError: The hook has none.
+        """
+        if type(self).state_dict is BoundHook.state_dict:
+            return {}
+        raise TypeError(
+            f"The state of {self.name} lies on all ranks, and cannot be pickled on one: use `state_dict()`."
+        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, maybe with another number of ranks."""
         if state:

@@ -81,8 +81,11 @@ class ErrorFeedback:
         """Return this rank's residual for each parameter that has one, flat, not copied."""
         return dict(self._residuals)
 
-    def state_dict(self, control_group: comm.ProcessGroup) -> dict[str, Any]:
-        """Return the mean of each residual over the ranks of a CPU group, by name, flat, on the CPU; collective."""
+    def state_dict(self, control_group: comm.ProcessGroup | None) -> dict[str, Any]:
+        """Return the mean of each residual over the ranks of a CPU group, by name, flat, on the CPU; collective.
+
+        Without a group this rank's own residuals.
+        """
         return mean_over_ranks(self._residuals, control_group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

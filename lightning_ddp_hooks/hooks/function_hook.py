@@ -1,5 +1,6 @@
 """Hooks written as functions, by torch's contract: torch's own, a user's, any callable."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from lightning_ddp_hooks.reducer.bucket import GradBucket
 _ONE_COLLECTIVE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
 _QUANTIZATION = {"quantization_pertensor_hook", "quantization_perchannel_hook"}
 _POWERSGD = {"powersgd_hook", "powerSGD_hook", "batched_powersgd_hook", "batched_powerSGD_hook"}
+# Of a state for post-local SGD, ours or torch's: the setting for the step from which gradients are local.
+_LOCAL_FROM = ("start_local_sgd_iter", "start_localSGD_iter")
 _STATELESS = _ONE_COLLECTIVE | _QUANTIZATION
 
 
@@ -60,9 +63,9 @@ class TorchHook(CommHook):
 
     def replicas_differ_from(self) -> int | None:
         """Return None for functions of torch and of this package that give all ranks the same; 0 for unknown ones."""
-        if self._is_named("post_local_sgd_hook", "post_localSGD_hook"):
-            setting = "start_localSGD_iter" if self._is_from("torch") else "start_local_sgd_iter"
-            return int(getattr(self.state, setting, 0))
+        for setting in _LOCAL_FROM:
+            if hasattr(self.state, setting):
+                return int(getattr(self.state, setting))
         return None if self._is_named(*(_STATELESS - {"noop_hook"}), *_POWERSGD) else 0
 
     def bind(self, context: BindContext) -> BoundHook:
@@ -72,6 +75,8 @@ class TorchHook(CommHook):
             serial = not self._is_named(*_ONE_COLLECTIVE, *((*_QUANTIZATION, "post_local_sgd_hook") if ours else ()))
         bound = _BoundFunction(self.hook, self.state, serial, float(context.world_size))
         bound.keeps_state = not self._is_named(*_STATELESS)
+        if any(hasattr(self.state, name) for name in _LOCAL_FROM) and hasattr(self.state, "iter"):
+            bound.clock = context.step
         return bound
 
     def _is_from(self, package: str) -> bool:
@@ -90,11 +95,15 @@ class _BoundFunction(BoundHook):
         # Where a user's function that is being compiled runs the backward, Dynamo would compile the hook, too.
         self._call = torch.compiler.disable(lambda bucket: hook(state, bucket))
         self._world_size = world_size
+        self._state = state
+        self.clock: Callable[[], int] | None = None  # what a state for post-local SGD is to count by
 
     def reduce(self, bucket: GradBucket) -> Phases:
         if bucket.divisor != self._world_size:  # functions of torch divide by the number of ranks, whatever it says
             bucket.buffer().mul_(self._world_size / bucket.divisor)
             bucket.divisor = self._world_size
+        if self.clock is not None:
+            self._state.iter = self.clock()
         returned = self._call(bucket)
         if isinstance(returned, Tensor):
             return check_result(self.name, bucket, returned)

@@ -1,6 +1,7 @@
 """Any of our hooks on torch's own DDP: all its requests are carried out inside one call, by torch's contract."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,16 @@ class TorchDDPState:
     def step_ended(self) -> None:
         """Count a backward; called after its last bucket."""
         self.steps += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: this rank's part of the state, and nothing of the process that it lives in."""
+        if any(not name.startswith("parameter ") for name, _ in self._names.values()):
+            raise TypeError("A state that knows its module cannot be pickled: use `state_dict()`.")
+        if self.process_group is not None:
+            warnings.warn("A process group cannot be pickled: the copy will use the default one.", stacklevel=2)
+        loaded = self._loaded if self.bound is None else self.bound.own_state_dict()
+        fresh = {"process_group": None, "bound": None, "_queue": None, "_names": {}, "_loaded": loaded}
+        return {**vars(self), **fresh}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, fit for ``torch.load(..., weights_only=True)``; collective."""

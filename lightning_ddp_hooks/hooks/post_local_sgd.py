@@ -120,7 +120,10 @@ class _BoundPostLocalSGD(BoundHook):
 
 
 class PostLocalSGDState:
-    """What `post_local_sgd_hook` knows: the groups, and how many steps it has seen.
+    """What `post_local_sgd_hook` knows: the groups, and the step.
+
+    It may be made before there is a process group; groups that are not given are found at the first bucket then. On
+    our reducer ``iter`` is the training step, as of all that is counted there; on torch's DDP the number of backwards.
 
     Args:
         process_group: Ranks to average over at first; None for all.
@@ -136,13 +139,20 @@ class PostLocalSGDState:
         start_local_sgd_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        self.process_group = comm.resolve_group(process_group)
-        if subgroup is None and post_local_gradient_allreduce:
-            subgroup = comm.split_group(self.process_group, _same_host(self.process_group))
+        self.process_group = process_group
         self.subgroup = subgroup
         self.start_local_sgd_iter = start_local_sgd_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        if comm.is_initialized():
+            self.find_groups()
+
+    def find_groups(self) -> comm.ProcessGroup:
+        """Find those groups that were not given, and return the one of all ranks; the first call is collective."""
+        everyone = self.process_group = comm.resolve_group(self.process_group)
+        if self.subgroup is None and self.post_local_gradient_allreduce:
+            self.subgroup = comm.split_group(everyone, _same_host(everyone))
+        return everyone
 
 
 def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) -> TensorFuture:
@@ -152,15 +162,16 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) 
         >>> state = PostLocalSGDState(None, None, start_local_sgd_iter=100)
         >>> ddp_model.register_comm_hook(state, post_local_sgd_hook)
     """
+    process_group = state.find_groups()
     local = state.iter >= state.start_local_sgd_iter
     state.iter += bucket.is_last()
     buffer = bucket.buffer()
     if local and not state.post_local_gradient_allreduce:
         return done(buffer)
-    group = state.subgroup if local else state.process_group
+    group = state.subgroup if local else process_group
     assert group is not None
-    everyone = comm.world_size(state.process_group)
-    buffer.mul_(everyone / (divisor_of(bucket, state.process_group) * comm.world_size(group)))
+    everyone = comm.world_size(process_group)
+    buffer.mul_(everyone / (divisor_of(bucket, process_group) * comm.world_size(group)))
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 

@@ -235,7 +235,13 @@ class _BoundPowerSGD(BoundHook):
         self._error.rescale(factor)  # the right factors have no scale of their own
 
     def state_dict(self) -> dict[str, Any]:
-        content: dict[str, Any] = {"rank": self._config.rank, "error": self._error.state_dict(self._control_group)}
+        return self._state_over(self._control_group)
+
+    def own_state_dict(self) -> dict[str, Any]:
+        return self._state_over(None)
+
+    def _state_over(self, group: comm.ProcessGroup | None) -> dict[str, Any]:
+        content: dict[str, Any] = {"rank": self._config.rank, "error": self._error.state_dict(group)}
         content |= {"right": copy_to_cpu(self._right), "steps_not_finite": int(self._not_finite)}
         return tagged(self.name, content)
 
@@ -254,7 +260,8 @@ class PowerSGDState(TorchDDPState):
     """The state that `powersgd_hook` and `batched_powersgd_hook` take; arguments as in torch's ``PowerSGDState``.
 
     It counts its own steps. On our reducer the declarations `PowerSGD` and `BatchedPowerSGD` are the better choice:
-    they overlap the phases of several buckets.
+    they overlap the phases of several buckets. A pickle, or a copy, holds this rank's part of the state and no process
+    group: it takes the default one at its first bucket.
 
     Args:
         process_group: Ranks to average over; None for all.

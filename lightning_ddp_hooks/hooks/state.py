@@ -46,11 +46,15 @@ def untagged(hook: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in ("hook", "format")}
 
 
-def mean_over_ranks(tensors: Mapping[str, Tensor], group: comm.ProcessGroup) -> dict[str, Tensor]:
-    """Return the mean over the ranks of each tensor, on the CPU; collective on a CPU group, with the same names."""
+def mean_over_ranks(tensors: Mapping[str, Tensor], group: comm.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return the mean over the ranks of each tensor, on the CPU; collective on a CPU group, with the same names.
+
+    Without a group this rank's own.
+    """
     means = copy_to_cpu({name: tensors[name] for name in sorted(tensors)})
-    for chunk in _chunks(means):
+    for chunk in _chunks(means) if group is not None else ():
         flat = torch.cat([mean.view(-1) for mean in chunk])
+        assert group is not None
         comm.all_reduce(flat, group).wait()
         flat.div_(comm.world_size(group))
         for mean, part in zip(chunk, torch.split(flat, [mean.numel() for mean in chunk]), strict=True):

@@ -57,7 +57,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
         averager: averages the model every few steps instead of gradients at every step; see
             `lightning_ddp_hooks.averaging`. Evaluate under `averaged_model`, and call `finish_averaging` at the end.
-        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period;
+            ``"auto"`` does where that takes at most about 2 GiB for all ranks, which rank 0 gathers and writes.
         optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both;
             needs ``fabric.setup(model, optimizer)``.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
@@ -99,7 +100,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         *,
         comm_hook: HookLike | None = None,
         averager: ModelAverager | None = None,
-        save_replicas: bool = True,
+        save_replicas: bool | Literal["auto"] = "auto",
         optimizer_in_hook: OptimizerInHook | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float | None = None,

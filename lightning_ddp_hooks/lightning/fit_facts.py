@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, callbacks
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+_WEIGHT_AVERAGING: tuple[type[Callback], ...] = (
+    callbacks.StochasticWeightAveraging,
+    getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),  # not in older versions
+)
 
 
 def facts_of_fit(module: LightningModule) -> dict[str, Any]:
@@ -21,7 +27,22 @@ def facts_of_fit(module: LightningModule) -> dict[str, Any]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "scaler": getattr(trainer.precision_plugin, "scaler", None) is not None,
         "late": _between_backward_and_step(module),
+        "weight_averaging": next(iter(weight_averaging_callbacks(trainer)), None),
     }
+
+
+def weight_averaging_callbacks(trainer: pl.Trainer) -> list[str]:
+    """Name Lightning's callbacks that average weights over the steps of one process."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [type(callback).__name__ for callback in callbacks if isinstance(callback, _WEIGHT_AVERAGING)]
+
+
+def steps_of_fit(module: LightningModule) -> float:
+    """Return how many training steps a fit has; infinity where that is not known, as of a stream."""
+    if not module.automatic_optimization:  # a step of the Trainer is not one of ours
+        return math.inf
+    steps = float(module.trainer.estimated_stepping_batches)
+    return steps if steps >= 0 else math.inf
 
 
 def to_agree_on_in_fit(trainer: pl.Trainer) -> dict[str, object]:

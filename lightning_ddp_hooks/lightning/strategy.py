@@ -24,7 +24,7 @@ from lightning_ddp_hooks.health.heartbeat import Progress
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import checkpoint_io_property
 from lightning_ddp_hooks.lightning.failure_watch import TrainerWatch
-from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit, to_agree_on_in_fit, warn_if_too_late
+from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit, steps_of_fit, to_agree_on_in_fit, warn_if_too_late
 from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
 from lightning_ddp_hooks.lightning.names import (
     PASSED_ON,
@@ -68,7 +68,8 @@ class DDPHooksStrategy(DDPStrategy):
             quantize_per_channel, quantize_per_tensor, topk.
         averager: averages the model every few steps, not gradients at each; see `lightning_ddp_hooks.averaging`.
         average_before_eval: put the averaged model in place for validation.
-        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period;
+            ``"auto"`` does where that takes at most about 2 GiB for all ranks, which rank 0 gathers and writes.
         optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket; None for 1 MiB, or for `bucket_cap_mb` if that is less.
@@ -129,7 +130,7 @@ class DDPHooksStrategy(DDPStrategy):
         comm_hook: HookLike | None = None,
         averager: ModelAverager | None = None,
         average_before_eval: bool = True,
-        save_replicas: bool = True,
+        save_replicas: bool | Literal["auto"] = "auto",
         optimizer_in_hook: OptimizerInHook | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float | None = None,
@@ -211,13 +212,10 @@ class DDPHooksStrategy(DDPStrategy):
         """
         return self._inputs.active_group()
 
-    def use_averager(
-        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
-    ) -> None:
-        """Average the model, as if that was given to the constructor; before the strategy is set up."""
+    def use_averager(self, averager: ModelAverager, **flags: Any) -> None:
+        """Average the model, as if that and its flags were given to the constructor; before the strategy is set up."""
         if self.settings.averager is not None:
             raise ValueError("Set `averager` of the strategy or the callback ModelAveraging, not both.")
-        flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
         settings = replace(self.settings, averager=averager, **flags)
         settings.check()
         raise_on_conflict(settings.in_fit(**self._inputs.facts()))
@@ -310,9 +308,8 @@ class DDPHooksStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         self.run.hook.begin()
-        known = module.automatic_optimization  # else a step of the Trainer is not one of ours
-        steps = float(module.trainer.estimated_stepping_batches if known else "inf")
-        announce(self.run, self._settings_now(**facts_of_fit(module)), steps=steps, inputs=self._inputs.text())
+        settings = self._settings_now(**facts_of_fit(module))
+        announce(self.run, settings, steps=steps_of_fit(module), inputs=self._inputs.text())
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.averaging import DiLoCo, driver
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, replicas_differ_from
 from lightning_ddp_hooks.conflicts import warn_no_effect
@@ -34,7 +35,7 @@ def announce(run: TrainingRun, settings: FitSettings, *, steps: float, inputs: s
         rank_zero_info(summary_text(run.reducer.stats(), texts))
         if comm.rank(run.reducer.group) == 0:
             useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
-            for text in (*useless, *warn_no_effect(settings)):
+            for text in (*useless, *warn_no_effect(settings), *_of_replicas(run, settings)):
                 log.warning(text)
 
 
@@ -42,6 +43,20 @@ def warn_beside_bar(text: str) -> None:
     """Warn on rank zero, in the middle of a fit."""
     with _compat.beside_progress_bar():
         rank_zero_warn(text, stacklevel=6)
+
+
+def _of_replicas(run: TrainingRun, settings: FitSettings) -> Iterator[str]:
+    """Say what the replicas of an averager mean for checkpoints, where they are large."""
+    if run.averaging is None or run.averaging.replicas_nbytes <= driver.MOST_REPLICAS or not settings.save_replicas:
+        return
+    size = f"Each rank's own model and optimizer state take about {mib(run.averaging.replicas_nbytes)} together"
+    if run.averaging.saves_replicas:
+        yield f"{size}, which rank 0 gathers and writes with each checkpoint: `save_replicas=False` leaves them out."
+    else:
+        yield (
+            f"{size}: checkpoints leave them out, and a run that resumes begins with the averaged model. "
+            "`save_replicas=True` saves them."
+        )
 
 
 def summary_text(facts: Mapping[str, Any], parts: Mapping[str, str | None]) -> str:
@@ -118,6 +133,12 @@ def without_effect(
         yield (
             f"{type(averager).__name__} begins after {averager.warmup_steps} steps, and this fit has {steps:.0f}: set "
             "`warmup_steps` lower for it to do anything."
+        )
+    elif isinstance(averager, DiLoCo) and averager.first_outer_step >= steps:
+        yield (
+            f"DiLoCo makes its first outer step after step {averager.first_outer_step}, and this fit has {steps:.0f} "
+            f"steps: the global model would hold nothing of what the replicas learn. Set `period` lower, or use "
+            "PeriodicModelAverager."
         )
     if averager is None and isinstance(hook, Noop):
         yield "The hook Noop exchanges no gradients: each rank trains a model of its own, and that of rank 0 is saved."

@@ -84,7 +84,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         self._scaler = scaler
         self._scale = None if scaler is None else SharedScale(scaler, self._context.group)
         check_same_on_all_ranks([], {"scaler": scaler_text(scaler)}, self._context.control_group)
-        self.averager: BoundAverager = averager.bind(self._context)
+        self.averager: BoundAverager = averager.start(self._context)
 
     def _named_params(self) -> tuple[list[str], list[nn.Parameter]]:
         params = list(optimizer_params(self.optim))
@@ -157,7 +157,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         self.averager.close()
         names, params = self._named_params()
         self._context = replace(self._context, names=names, params=params)
-        self.averager = self._declared.bind(self._context)
+        self.averager = self._declared.start(self._context)
         self.averager.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

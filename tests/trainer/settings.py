@@ -169,6 +169,7 @@ OTHER_RUNS = (
     FitSettings(averager=PeriodicModelAverager(period=4), comm_hook=PowerSGD(rank=2)),
     FitSettings(optimizer_in_hook=OptimizerInHook(), late="MyModule overrides `optimizer_step`"),
     FitSettings(save_replicas=False),
+    FitSettings(averager=PeriodicModelAverager(period=4), weight_averaging="EMAWeightAveraging"),
 )
 """What the rules speak of besides the settings of these axes."""
 

@@ -43,7 +43,7 @@ AVERAGER = averaging.PeriodicModelAverager(period=2)
         ({"comm_hook": 3}, TypeError, "Expected a short name, a CommHook"),
         ({"averager": 8}, TypeError, "Expected a ModelAverager for `averager`, got int"),
         ({"optimizer_in_hook": True}, TypeError, "Expected an OptimizerInHook for `optimizer_in_hook`, got bool"),
-        ({"save_replicas": 1}, TypeError, "Expected True or False for `save_replicas`, got 1"),
+        ({"save_replicas": 1}, TypeError, "Expected True, False or 'auto' for `save_replicas`, got 1"),
         ({"detect_nonfinite": "yes"}, TypeError, "Expected True or False for `detect_nonfinite`"),
         ({"check_replicas_every_n_steps": -1}, ValueError, "Expected 0"),
         ({"failure_timeout": 0}, ValueError, "Expected a positive number of seconds"),

@@ -111,7 +111,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"averager": PeriodicModelAverager(period=2), "model_averaging_period": 4}, ValueError, "not both"),
     ({"averager": PeriodicModelAverager(period=2), "gradient_weighting": "samples"}, ValueError, "weighs gradients"),
     ({"average_before_eval": 1}, TypeError, "True or False for `average_before_eval`, got 1"),
-    ({"save_replicas": None}, TypeError, "True or False for `save_replicas`, got None"),
+    ({"save_replicas": None}, TypeError, "True, False or 'auto' for `save_replicas`, got None"),
     ({"check_logged_values": 1}, TypeError, "True or False for `check_logged_values`, got 1"),
 ]
 

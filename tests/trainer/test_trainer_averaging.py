@@ -1,14 +1,18 @@
 """Model averaging in a Trainer: by the strategy, by the callback with our strategy, by the callback with plain ddp."""
 
+import copy
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_ranks
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.utils.data import DataLoader, IterableDataset
 from trainer_runs import (
     EXACT,
     QUIET,
@@ -24,9 +28,16 @@ from trainer_runs import (
 )
 
 from lightning_ddp_hooks import DDPHooksStrategy, comm
-from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager, SlowMo
+from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager, SlowMo, driver
 from lightning_ddp_hooks.callbacks import ModelAveraging
-from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD
+from lightning_ddp_hooks.hooks import (
+    PostLocalSGD,
+    PostLocalSGDState,
+    PowerSGD,
+    fp16_compress_wrapper,
+    post_local_sgd_hook,
+)
+from lightning_ddp_hooks.lightning import summary
 
 pytestmark = [
     pytest.mark.ranks,
@@ -158,6 +169,27 @@ def test_both_optimizers_of_a_gan_are_averaged():
         assert_same(state, results[0][1])
 
 
+def fit_gan_by_function(name):
+    with mock.patch.object(comm, "is_initialized", return_value=False):  # as before the strategy makes a group
+        ours = PostLocalSGDState(None, None, 4, post_local_gradient_allreduce=False)
+    theirs = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, dist.new_subgroups(1)[0], 4, False)
+    hook = {
+        "declaration": PostLocalSGD(start_local_sgd_iter=4, post_local_gradient_allreduce=False),
+        "ours": (ours, post_local_sgd_hook),
+        "in float16": (copy.copy(ours), fp16_compress_wrapper(post_local_sgd_hook)),
+        "torch's": (theirs, post_localSGD_hook.post_localSGD_hook),
+    }[name]
+    watch = Watch()
+    strategy = DDPHooksStrategy(comm_hook=hook, averager=PeriodicModelAverager(period=2, warmup_steps=4))
+    make_trainer(strategy, callbacks=[watch]).fit(make_module(Gan))
+    return watch.steps
+
+
+@pytest.mark.parametrize("name", ["declaration", "ours", "in float16", "torch's"])
+def test_hook_and_averager_have_one_clock_with_several_optimizers(name):
+    assert run_ranks(fit_gan_by_function, name) == [[True] * 5 + [False, True, False]] * 2
+
+
 class Overflows(Net):
     """In step 3 the gradients of rank 1 are Inf."""
 
@@ -193,6 +225,70 @@ def fit_with_scalers_that_differ(way):
 @pytest.mark.parametrize("way", ["strategy", "ddp"])
 def test_scalers_that_differ_are_refused(way):
     run_ranks(fit_with_scalers_that_differ, way)
+
+
+def fit_with_ema(way):
+    trainer = trainer_with(PeriodicModelAverager(period=2), way, EMAWeightAveraging())
+    with pytest.raises(ValueError, match="EMAWeightAveraging averages over the steps of one rank"):
+        trainer.fit(make_module())
+
+
+@pytest.mark.parametrize("way", ["strategy", "callback", "ddp"])
+def test_lightnings_average_over_steps_is_refused(way):
+    run_ranks(fit_with_ema, way)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(dataset(16))
+
+
+class Streamed(Net):
+    def train_dataloader(self):
+        return DataLoader(Stream(), 4)
+
+
+def said_at_the_start(module_class, averager, settings, most=driver.MOST_REPLICAS):
+    """Return what a fit warns of, and whether the checkpoint in its middle holds the replicas."""
+    said, saver = [], Saver()
+    strategy = DDPHooksStrategy(averager=averager, **settings)
+    with mock.patch.object(summary.log, "warning", said.append), mock.patch.object(driver, "MOST_REPLICAS", most):
+        make_trainer(strategy, max_epochs=1, callbacks=[saver]).fit(make_module(module_class))
+    return said, saver.holds
+
+
+class Saver(Callback):
+    holds = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.holds = trainer.strategy.run.state_dict()["averaging"]["replicas"] is not None
+
+
+def test_a_stream_without_an_end_has_no_number_of_steps():
+    averager = PeriodicModelAverager(period=2, warmup_steps=10)
+    for said, _ in run_ranks(said_at_the_start, Streamed, averager, {"comm_hook": PowerSGD(start_iter=5)}):
+        assert said == []
+
+
+def test_diloco_says_on_one_rank_that_it_will_never_make_an_outer_step():
+    (first, _), (second, _) = run_ranks(said_at_the_start, Net, DiLoCo(period=100), {})
+    assert len(first) == 1
+    assert "first outer step after step 100, and this fit has 4" in first[0]
+    assert second == []
+
+
+def test_large_replicas_are_left_out_of_checkpoints_unless_they_are_asked_for():
+    averager = PeriodicModelAverager(period=3)
+    for settings, text, holds in (
+        ({"save_replicas": True}, "which rank 0 gathers and writes", True),
+        ({}, "checkpoints leave them out", False),
+        ({"save_replicas": False}, None, False),
+    ):
+        (said, first), (_, second) = run_ranks(said_at_the_start, Net, averager, settings, 100)
+        assert [text in line for line in said] == [True] * (text is not None)
+        assert first is holds
+        assert second is False  # rank 0 writes them
+    assert run_ranks(said_at_the_start, Net, averager, {})[0] == ([], True)
 
 
 def resume(averager, way, folder):

@@ -272,7 +272,8 @@ def test_a_skipped_step_leaves_the_error_memory_as_it_was() -> None:
     for name, case in HOOKS.items():
         outcome, skipped, scale = first[name]
         assert skipped == second[name][1] == [5], name
-        assert scale == second[name][2] == 64.0  # grown once, and fallen back
+        # Grown once, and fallen back; a step later, after another growth, where ranks may differ in what they find.
+        assert scale == second[name][2] == (128.0 if name == "post_local_sgd" else 64.0)
         # The memory has followed the scale.
         assert outcome.error <= case.bound, f"{name}: {outcome.error}"
         assert_same(outcome.state, second[name][0].state)

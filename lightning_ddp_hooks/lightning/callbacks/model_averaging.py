@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -16,6 +16,8 @@ from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.loss_scale import SharedScale, scaler_text
 from lightning_ddp_hooks.config import Settings
+from lightning_ddp_hooks.conflicts import raise_on_conflict
+from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 
@@ -33,7 +35,8 @@ class ModelAveraging(Callback):
     Args:
         averager: what averages, and when.
         average_before_eval: put the averaged model in place for validation.
-        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly.
+        save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period;
+            ``"auto"`` does where that takes at most about 2 GiB for all ranks, which rank 0 gathers and writes.
 
     Raises:
         TypeError: ``averager`` is not a `ModelAverager`, or another argument not True or False.
@@ -44,11 +47,15 @@ class ModelAveraging(Callback):
     """
 
     def __init__(
-        self, averager: ModelAverager, *, average_before_eval: bool = True, save_replicas: bool = True
+        self,
+        averager: ModelAverager,
+        *,
+        average_before_eval: bool = True,
+        save_replicas: bool | Literal["auto"] = "auto",
     ) -> None:
         if not isinstance(averager, ModelAverager):
             raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
-        self._flags = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
+        self._flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
         Settings(average_before_eval=average_before_eval, save_replicas=save_replicas).check()
         self.averager = averager
         self._averaging: Averaging | None = None
@@ -82,6 +89,7 @@ class ModelAveraging(Callback):
                 "With manual optimisation ModelAveraging cannot see where a step of plain 'ddp' ends: use "
                 "strategy='ddp_hooks'."
             )
+        raise_on_conflict(Settings(averager=self.averager).in_fit(**facts_of_fit(pl_module)))
         if _compat.averages_by_itself(strategy):
             raise ValueError("Set `model_averaging_period` of the strategy or the callback ModelAveraging, not both.")
         for callback in trainer.checkpoint_callbacks:
@@ -95,13 +103,12 @@ class ModelAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy) is DDPStrategy:
             # torch's DDP has made the replicas equal by now.
-            before_eval, keep = self._flags.values()
             self._averaging = Averaging(
                 self.averager,
                 pl_module,
                 lambda: trainer.strategy.optimizers,
-                before_eval=before_eval,
-                save_replicas=keep,
+                before_eval=self._flags["average_before_eval"],
+                save_replicas=self._flags["save_replicas"],
             )
             self._share_scale(getattr(trainer.precision_plugin, "scaler", None), self._averaging)
 
