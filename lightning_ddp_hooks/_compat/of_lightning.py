@@ -13,7 +13,7 @@ from typing import Any
 @contextmanager
 def beside_progress_bar() -> Iterator[None]:
     """Have what is logged, or warned of, under this context stand above a progress bar that is open, not within it."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     # Under rich's bar `sys.stderr` writes above it, but log handlers keep the stream that they have begun with.
     loggers = [logging.getLogger(name) for name in (None, "lightning", "lightning.pytorch", "lightning.fabric")]
