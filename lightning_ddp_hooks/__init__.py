@@ -1,9 +1,10 @@
 """Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_ddp_hooks import _compat, averaging, hooks, join, optim
+from lightning_ddp_hooks import _lightning_package, averaging, hooks, join, optim
 from lightning_ddp_hooks.data_parallel import DataParallel, DistributedDataParallel
 from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -42,11 +43,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@cache
 def _register() -> None:
     names = import_module(f"{__name__}.lightning.names")
     names.register(__getattr__("DDPHooksStrategy"), __getattr__("FabricDDPHooksStrategy"))
 
 
-_compat.when_imported("lightning", _register)
-for _package in ("pytorch_lightning", "lightning_fabric"):
-    _compat.refuse_in_standalone_package("ddp_hooks", _package)  # type: ignore[arg-type]
+for _package in ("lightning", "pytorch_lightning", "lightning_fabric"):
+    _lightning_package.when_imported(_package, _register)

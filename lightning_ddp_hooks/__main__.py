@@ -1,4 +1,4 @@
-"""The command line: ``python -m lightning_ddp_hooks COMMAND``."""
+"""The command line: ``python -m lightning_ddp_hooks COMMAND``, or ``ddp-hooks COMMAND``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lightning_ddp_hooks import __version__
 from lightning_ddp_hooks.cli import advise, bench, doctor
 from lightning_ddp_hooks.reducer.native import build
 
@@ -31,6 +32,7 @@ def _build_native(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_ddp_hooks", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (advise, bench, doctor):
         command.add_parser(commands)

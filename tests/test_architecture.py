@@ -30,6 +30,7 @@ LAYERS = [
     ["comm"],
     ["traffic", "weak"],
     ["_compat"],
+    ["_lightning_package"],
 ]
 MAY_IMPORT_LIGHTNING = {"cli", "lightning", "callbacks", "_compat"}
 MAY_IMPORT_DISTRIBUTED = {"comm", "_compat"}

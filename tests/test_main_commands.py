@@ -1,5 +1,6 @@
 """The commands advise, bench and doctor, as they are typed."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+import ddp_hooks_command
+import lightning_ddp_hooks
 from lightning_ddp_hooks.__main__ import _parser, main
 from lightning_ddp_hooks.cli import doctor
 
@@ -309,6 +312,27 @@ def test_doctor_examines_this_machine_and_its_ranks() -> None:
         assert any(subject.startswith(expected) for subject in subjects), text
     assert "clocks" in text
     assert "bit/s, " in text
+
+
+def test_the_console_command_helps_without_torch() -> None:
+    (choices,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    assert {choice.dest: choice.help for choice in choices._choices_actions} == ddp_hooks_command.COMMANDS
+    code = "import sys, ddp_hooks_command as c\ntry: c.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    for flags, said in (("--help", "measure which hook"), ("--version", lightning_ddp_hooks.__version__)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, flags], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert said in done.stdout
+        assert done.stdout.endswith("False\n")
+
+
+def test_the_console_command_hands_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ddp_hooks_command.main(["build-native", "--where"]) == 0
+    assert "ddp" in capsys.readouterr().out
+    for flags in ([], ["benhc"]):
+        with pytest.raises(SystemExit) as left:
+            ddp_hooks_command.main(flags)
+        assert left.value.code == 2
 
 
 def test_doctor_knows_what_restarts_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 
 @contextmanager
 def beside_progress_bar() -> Iterator[None]:
     """Have what is logged, or warned of, under this context stand above a progress bar that is open, not within it."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     # Under rich's bar `sys.stderr` writes above it, but log handlers keep the stream that they have begun with.
     loggers = [logging.getLogger(name) for name in (None, "lightning", "lightning.pytorch", "lightning.fabric")]
@@ -228,67 +224,6 @@ def snapshot_metric(metric: Any) -> Callable[[], None]:
         metric._update_count, metric._computed = count, computed
 
     return restore
-
-
-def refuse_in_standalone_package(
-    name: str, package: Literal["pytorch_lightning", "lightning_fabric"] = "pytorch_lightning"
-) -> None:
-    """Have ``pytorch_lightning``'s Trainer say which import to change when it is given our strategy's name.
-
-    ``pytorch_lightning`` has classes of its own, which do not mix with ``lightning.pytorch``'s. It may be imported
-    after us, so its import is watched. The same holds for ``lightning_fabric`` and ``lightning.fabric``.
-    """
-    when_imported(package, lambda: _register_refusal(name, package))
-
-
-def when_imported(package: str, callback: Callable[[], None]) -> None:
-    """Call back once a package has been imported: now, or when somebody does so."""
-    if package in sys.modules:
-        callback()
-    elif not any(isinstance(f, _PackageFinder) and f.package == package for f in sys.meta_path):
-        sys.meta_path.insert(0, _PackageFinder(package, callback))
-
-
-_STANDALONE = {
-    "pytorch_lightning": "use `import lightning.pytorch as pl` (or `from lightning.pytorch import Trainer`) instead of "
-    "`import pytorch_lightning as pl`, also for your LightningModule and callbacks.",
-    "lightning_fabric": "use `from lightning.fabric import Fabric` instead of `from lightning_fabric import Fabric`.",
-}
-
-
-def _register_refusal(name: str, package: str) -> None:
-    def refuse(**_: object) -> None:
-        raise ValueError(f"strategy={name!r} belongs to the package `lightning`: {_STANDALONE[package]}")
-
-    strategies = importlib.import_module(f"{package}.strategies")
-    registry: Any = getattr(strategies, "StrategyRegistry", None) or strategies.STRATEGY_REGISTRY
-    for suffix in ("", "_spawn", "_fork", "_notebook", "_find_unused_parameters_true"):
-        registry.register(name + suffix, refuse, override=True)
-
-
-class _PackageFinder(importlib.abc.MetaPathFinder):
-    """Calls back once a package has been imported."""
-
-    def __init__(self, package: str, callback: Callable[[], None]) -> None:
-        self.package = package
-        self._callback = callback
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.package:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_call_back(module: ModuleType) -> None:
-                execute(module)
-                self._callback()
-
-            spec.loader.exec_module = execute_and_call_back  # type: ignore[method-assign]
-        return spec
 
 
 def logging_step(trainer: Any) -> int:

@@ -60,8 +60,9 @@ def gather_states(metric: Any, group: comm.ProcessGroup | None) -> None:
         else:
             merged = [entry for step in zip_longest(*lists, fillvalue=_NONE) for entry in step if entry is not _NONE]
         # Entries stay a list, as in one process: not all metrics can compute from what torchmetrics concatenates.
-        as_it_is = reduce is None or (isinstance(merged, list) and (not merged or _compat.concatenates(reduce)))
-        setattr(metric, name, merged if as_it_is else reduce(merged))
+        if reduce is not None and not (isinstance(merged, list) and (not merged or _compat.concatenates(reduce))):
+            merged = reduce(merged)
+        setattr(metric, name, merged)
 
 
 _NONE = object()

@@ -9,6 +9,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_ddp_hooks._lightning_package import refuse_in_other_package
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
 from lightning_ddp_hooks.hooks.registry import HookLike
@@ -47,6 +48,7 @@ def register(of_trainer: Any, of_fabric: Any) -> None:
     """Make the strategies known to Trainer and Fabric by name."""
     of_trainer.register_strategies(StrategyRegistry)
     of_fabric.register_strategies(STRATEGY_REGISTRY)
+    refuse_in_other_package("ddp_hooks")
 
 
 def hook_by_lightnings_names(

@@ -482,22 +482,52 @@ def test_slurms_variables_are_understood() -> None:
 # ---------------------------------------------------------------------- the other package of Lightning
 
 
-STANDALONE = """
+OLDER_NAMES = """
 import pytorch_lightning as pl
-import lightning_ddp_hooks
-try:
-    pl.Trainer(strategy="ddp_hooks", accelerator="cpu", devices=2, logger=False)
-except ValueError as error:
-    print(error)
+import torch
+from lightning_ddp_hooks import DDPHooksStrategy, callbacks, optim
+from lightning_fabric import Fabric
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(5, 4), 1)
+
+if __name__ == "__main__":
+    for strategy in ("ddp_hooks", DDPHooksStrategy(optimizer_in_hook=optim.OptimizerInHook(shard=True))):
+        used = [callbacks.UnevenInputs(), callbacks.CommMonitor()]
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, max_epochs=1,
+            callbacks=used, enable_progress_bar=False, enable_model_summary=False)
+        trainer.fit(Net())
+        print(trainer.global_rank, type(trainer.strategy).__mro__[1].__module__, trainer.global_step, flush=True)
+    assert "lightning.pytorch" not in __import__("sys").modules
+    fabric = Fabric(strategy="ddp_hooks", accelerator="cpu", devices=2)
+    print(type(fabric.strategy).__mro__[1].__module__, flush=True)
+    import lightning.pytorch
+    try:
+        lightning.pytorch.Trainer(strategy="ddp_hooks", accelerator="cpu", devices=2, logger=False)
+    except ValueError as error:
+        print(error, flush=True)
 """
 
 
 @pytest.mark.trainer
-def test_standalone_package_imported_before_ours_says_which_import_to_change(tmp_path: Path) -> None:
-    done = run_script(STANDALONE, cwd=tmp_path)
+def test_the_older_names_of_lightning_work_where_they_are_imported_first(tmp_path: Path) -> None:
+    done = run_script(OLDER_NAMES, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
-    assert "use `import lightning.pytorch as pl`" in done.stdout
+    for expected in ("0 pytorch_lightning.strategies.ddp 3", "1 pytorch_lightning.strategies.ddp 3"):
+        assert done.stdout.count(expected) == 2, done.stdout
+    assert "lightning_fabric.strategies.ddp" in done.stdout
+    assert "use `import pytorch_lightning as pl` instead of `import lightning.pytorch as pl`" in done.stdout
 
 
 def import_standalone_package() -> list[str]:

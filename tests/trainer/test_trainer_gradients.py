@@ -244,7 +244,7 @@ class ByHand(Manual):
         self.manual_backward(self.loss((x[1:], y[1:])))
         optimizer.step()
 
-    def on_fit_end(self) -> None:
+    def on_train_end(self) -> None:
         with pytest.raises(RuntimeError, match="is a copy"):
             copy.deepcopy(self).no_sync()
 

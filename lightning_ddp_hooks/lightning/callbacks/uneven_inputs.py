@@ -26,7 +26,8 @@ class UnevenInputs(Callback):
         policy: what happens in training once a rank has run out: ``"join"``; ``"stop"`` ends the epoch for all, with
             its usual hooks; ``"error"`` raises on all ranks before the first uneven step.
         divisor: what gradients become the mean over: ``"active"`` ranks; all ``"samples"`` of the step (right for
-            losses that are means over samples, when batches differ in size); or the ``"world"``: all ranks, as if the
+            losses that are means over samples, when batches differ in size; a method ``count_samples(batch)`` of the
+            LightningModule says how many there are, if a batch does not); or the ``"world"``: all ranks, as if the
             joined ones had a gradient of zero.
 
     Raises:
