@@ -32,7 +32,7 @@ class BucketTiming:
     launched: float  # its first collective was on its way; from `ready` to here a hook computes what to send
     done: float  # it was reduced; with a hook of several collectives, after the last one
     error: float | None = None  # of the reduced gradients, relative to the exact mean; None unless asked for
-    meeting: Interval | None = None  # its first collective, from this rank's post on; None if as `in_flight`
+    meetings: tuple[Interval, ...] = ()  # its collectives, each from this rank's post on; empty if not known
 
     @property
     def in_flight(self) -> Interval:
