@@ -7,7 +7,7 @@ and type checkers read them; a test compares them with the fields here. Which se
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
@@ -226,7 +226,7 @@ def _check_interval(value: object) -> None:
         )
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[object], None]] = {
     "timeout": _check_timeout,
     "failure_timeout": partial(_check_seconds, "failure_timeout", "no reports"),
     "stall_timeout": partial(_check_seconds, "stall_timeout", "as long as `failure_timeout`"),

@@ -23,7 +23,7 @@ from lightning_ddp_hooks.traffic import sent_by_rank
 def _option(name: str, change: Change, step: float, exposed: float = 0.0) -> Option:
     predicted = Prediction(step=step, exposed=exposed, hook=0.0, communication=exposed, sent=1e6)
     return Option(
-        name=name, change=change, effect=f"effect of {name}", yaml=f"yaml of {name}", bucket_cap_mb=4.0, memory=0,
+        name=name, change=change, effect=f"effect of {name}", yaml=f"yaml of {name}", bucket_cap_mb=4.0,
         predicted=predicted,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_the_table_has_bucket_sizes_only_where_they_make_a_difference() -> None:
     options = [_option("mean", "none", 2.0), _option("int8", "rounding", 1.0)]
     assert "buckets MB" in table(options)
     lines = table([replace(option, bucket_cap_mb=None) for option in options]).split("\n")
-    assert lines[0].endswith("memory MB  what it changes")
+    assert lines[0].endswith("sent MB  what it changes")
     assert lines[2].endswith("effect of int8")
 
 
@@ -162,17 +162,15 @@ def test_hooks_cost_what_they_are_known_to_send_at_any_world_size() -> None:
     def sent(name: str, cap: float) -> int:
         return sum(cost.sent(16) for cost in measured[name][cap][1])
 
-    buckets, costs, memory = measured["allreduce"][0.5]
+    buckets, costs = measured["allreduce"][0.5]
     assert buckets == [[2], [1, 0]]
     assert [cost.phases[0].nbytes for cost in costs] == [4 * numel[2], 4 * (numel[0] + numel[1])]
-    assert (sent("allreduce", 25.0), memory) == (2 * 15 * 4 * sum(numel) // 16, 0)
+    assert sent("allreduce", 25.0) == 2 * 15 * 4 * sum(numel) // 16
     assert sent("bf16", 25.0) == 15 * 4 * sum(numel) // 16
     assert sent("int8", 0.5) == sum(block_hook_bytes(BlockQuantize(), n, 16) for n in (numel[2], numel[0] + numel[1]))
     assert sent("onebit", 0.5) == sum(block_hook_bytes(OneBit(), n, 16) for n in (numel[2], numel[0] + numel[1]))
     low_rank = 4 * (4 * (256 + 512) + 4 * (1024 + 256) + 512)
     assert sent("powersgd-4", 25.0) == pytest.approx(sent_by_rank("all_reduce", low_rank, 16), rel=0.01)
-    # Error feedback keeps a gradient and, at the second stage, a sixteenth of one, besides messages.
-    assert measured["int8"][25.0][2] >= 4 * sum(numel) * 17 // 16
     int8 = measured["int8"][25.0][1][0]
     assert [phase.collective for phase in int8.phases] == ["all_to_all", "all_gather"]
     assert all(phase.compute > 0 for phase in int8.phases)

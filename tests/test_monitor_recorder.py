@@ -42,8 +42,8 @@ def test_a_step_is_what_was_told_of_it() -> None:
         backward_end=7,
         finished=10,
         buckets=(
-            BucketTiming(0, ("p0.0", "p0.1"), 16, 100, 4, 4.5, 6, None, (4.5, 6)),
-            BucketTiming(1, ("p1.0", "p1.1"), 16, 200, 5, 5.5, 8, None, (5.5, 8)),
+            BucketTiming(0, ("p0.0", "p0.1"), 16, 100, 4, 4.5, 6, None, ((4.5, 6),)),
+            BucketTiming(1, ("p1.0", "p1.1"), 16, 200, 5, 5.5, 8, None, ((5.5, 8),)),
         ),
         wait=2,
         waits=((7, 9),),
@@ -71,7 +71,7 @@ def test_what_lies_between_steps_is_told_apart() -> None:
     assert step.between == (0.0, 0.0, 0.0)
 
 
-def test_of_a_hook_that_begins_later_the_first_collective_is_known() -> None:
+def test_of_a_hook_each_collective_is_known_also_if_it_begins_later() -> None:
     run = Watched()
     bucket, task = FakeBucket(0), FakeTask()
     task.collective = None
@@ -85,7 +85,7 @@ def test_of_a_hook_that_begins_later_the_first_collective_is_known() -> None:
         run.clock.tells[-1](met)
     run.at(8, "bucket_done", 0, bucket.buffer())
     [step] = run.at(9, "end_step")
-    assert (step.buckets[0].meeting, step.buckets[0].done) == ((4.0, 6.0), 8.0)
+    assert (step.buckets[0].meetings, step.buckets[0].done) == (((4.0, 6.0), (7.0, 8.0)), 8.0)
 
 
 @pytest.mark.parametrize(("second_tells", "done"), [(True, 6.5), (False, 8)])

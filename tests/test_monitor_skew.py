@@ -35,7 +35,7 @@ def play(
     for rank, (mine, offset) in enumerate(zip(ready, offsets, strict=True)):
         started, end = (begin[rank] if begin else 0.0), mine[-1]
         buckets = tuple(
-            BucketTiming(i, (f"p{i}",), 100, 100, r + offset, r + offset, d + offset, None, (r + offset, d + offset))
+            BucketTiming(i, (f"p{i}",), 100, 100, r + offset, r + offset, d + offset, None, ((r + offset, d + offset),))
             for i, (r, d) in enumerate(zip(mine, done, strict=True))
         )
         wait = max(0.0, done[-1] - end)
@@ -94,13 +94,15 @@ def test_ranks_that_agree_on_something_wait_for_the_last_one_too() -> None:
     assert (found.skew, found.transfer, found.held_up) == ((5.0, 0.0), (1.0, 1.0), (0.0, 5.0))
 
 
-def test_what_comes_after_a_hooks_first_collective_is_transfer() -> None:
-    def step(posted: float, met: float) -> StepTiming:
-        bucket = BucketTiming(0, ("a",), 100, 100, posted, posted, met + 3, None, (posted, met))
-        return StepTiming(0, 0.0, 1.0, posted, met + 4, (bucket,), met + 3 - posted)
+def test_a_rank_may_be_late_to_any_collective_of_a_hook() -> None:
+    # The second collective of the bucket is posted at 9 by rank 0, and by rank 1, which is asleep, at 14.
+    def step(second: float, backward_end: float) -> StepTiming:
+        bucket = BucketTiming(0, ("a",), 100, 100, 2.0, 2.0, 16.0, None, ((2.0, 8.0), (second, 16.0)))
+        return StepTiming(0, 0.0, 1.0, backward_end, 17.0, (bucket,), 16 - backward_end)
 
-    found = split([of_ranks([step(2, 8), step(7, 8)])])
-    assert (found.skew, found.transfer) == ((5.0, 0.0), (4.0, 4.0))
+    found = split([of_ranks([step(9, 5), step(14, 14)])])
+    assert (found.skew, found.transfer) == ((5.0, 0.0), (6.0, 2.0))
+    assert found.held_up == (0.0, 5.0)
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
@@ -138,7 +140,7 @@ def test_ranks_that_take_turns_are_no_slow_rank() -> None:
 def test_steps_travel_as_numbers() -> None:
     steps = [RankStep.of(play([[2, 4], [3, 9]], [1, 2], [0, 0], number=n)[n % 2]) for n in range(40)]
     assert unpack(pack(steps, 4096)) == steps
-    row = len(pack(steps[:1], 4096)) and 5 + len(PHASES) + 6
+    row = len(pack(steps[:1], 4096)) and 6 + len(PHASES) + 6
     assert unpack(pack(steps, 3 * row + 1)) == steps[-3:]
     assert len(pack(steps, 100)) == 100
     assert unpack(pack(steps, 5)) == unpack(pack([], 5)) == []

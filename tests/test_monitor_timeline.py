@@ -19,9 +19,7 @@ from lightning_ddp_hooks.monitor.timeline import (
     overlap,
     phases,
     subtract,
-    typical_phases,
     typical_steps,
-    typical_waiting,
     union,
 )
 
@@ -76,27 +74,6 @@ def test_what_a_hook_computes_in_the_wait_is_no_waiting() -> None:
     assert hook_time(step) == 1.25 + 0.75
     assert phases(step) == Phases(forward=4.0, backward=6.0 - 1.25, hook=1.25 + 0.75, wait=2.5 - 0.75, rest=1.5)
     assert overlap(step) == overlap(STEP)
-
-
-def test_the_parts_of_a_typical_wait_add_up_where_steps_wait_for_different_buckets() -> None:
-    def waits_for(first: float, second: float, *, hook: float = 0.0, after: float = 0.0) -> StepTiming:
-        end = 20 + first + second + hook
-        buckets = bucket(0, 16, 17, 20 + first), bucket(1, 18, 19, 20 + first + second)
-        return make_step(*buckets, wait=first + second + hook + after, hook_work=((end - hook, end),))
-
-    steps = [waits_for(2, 0), waits_for(0, 2), waits_for(0, 2), waits_for(2, 0), waits_for(0, 4), waits_for(0.5, 0)]
-    waiting = typical_waiting(steps)
-    assert (waiting.total, waiting.buckets, waiting.hook, waiting.after) == (2.0, (1.0, 1.0), 0.0, 0.0)
-    waiting = typical_waiting([waits_for(1, 2, hook=1, after=0.5)])
-    assert (waiting.total, waiting.buckets, waiting.hook, waiting.after) == (4.5, (1.0, 2.0), 1.0, 0.5)
-    waiting = typical_waiting([make_step()])
-    assert (waiting.total, waiting.buckets, waiting.hook, waiting.after) == (0.0, (), 0.0, 0.0)
-
-
-def test_typical_phases_are_medians() -> None:
-    steps = [make_step(bucket(0, 15, 15 + hook, 19), finished=24 + hook) for hook in (0.0, 1.0, 3.0)]
-
-    assert typical_phases(steps) == Phases(forward=4.0, backward=5.0, hook=1.0, wait=0.0, rest=5.0)
 
 
 def test_a_step_with_two_backwards_waits_twice() -> None:

@@ -114,7 +114,7 @@ def collectives_begun(group: ProcessGroup) -> int:
 def flight_record() -> dict[str, Any]:
     """Return what torch's flight recorder holds; gloo's collectives are "scheduled" in it even when they are done."""
     try:
-        from torch._C._distributed_c10d import _dump_fr_trace_json
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
         return dict(json.loads(_dump_fr_trace_json(True, False)))
     except (ImportError, RuntimeError, TypeError, ValueError):

@@ -29,7 +29,6 @@ class Option:
     effect: str  # of the change, in words
     yaml: str  # configuration that selects it
     bucket_cap_mb: float | None  # fastest size; None without buckets, or where the default size makes the same ones
-    memory: int  # bytes that it keeps
     predicted: Prediction
 
     @property
@@ -131,7 +130,7 @@ def _digits(value: float) -> str:
 
 def table(options: Sequence[Option]) -> str:
     """Lay the options out in aligned columns, fastest first; bucket sizes only where they make a difference."""
-    header = ("hook", "step ms", "of mean", "waits ms", "hook ms", "sent MB", "memory MB", "buckets MB",
+    header = ("hook", "step ms", "of mean", "waits ms", "hook ms", "sent MB", "buckets MB",
               "what it changes")  # fmt: skip
     plain = _fastest([option for option in options if option.change == "none"] or list(options))
     rows = [
@@ -142,15 +141,14 @@ def table(options: Sequence[Option]) -> str:
             ms_text(option.predicted.exposed),
             ms_text(option.predicted.hook),
             mb_text(option.predicted.sent),
-            mb_text(option.memory),
             "" if option.bucket_cap_mb is None else f"{option.bucket_cap_mb:g}",
             option.effect,
         )
         for option in sorted(options, key=lambda option: option.predicted.step)
     ]
     laid_out: list[tuple[str, ...]] = [header, *rows]
-    if not any(row[7] for row in rows):
-        laid_out = [(*row[:7], row[8]) for row in laid_out]
+    if not any(row[6] for row in rows):
+        laid_out = [(*row[:6], row[7]) for row in laid_out]
     return align(laid_out, right=range(1, len(laid_out[0]) - 1))
 
 

@@ -129,23 +129,23 @@ def predict_options(
     for name in args.hooks:
         candidate = CANDIDATES[name]
         if candidate.averager is not None:
-            cap, memory = None, candidate.copies * profile.gradient_bytes
+            cap = None
             predicted = predict_averaging(
                 profile.compute_step([]), profile.gradient_bytes, link, world_size, period=candidate.period
             )
         else:
             by_cap = {
                 size: predict(profile.compute_step(buckets), cost, link, world_size)
-                for size, (buckets, cost, _) in costs[name].items()
+                for size, (buckets, cost) in costs[name].items()
             }
             best = min(by_cap, key=lambda size: by_cap[size].step)
-            predicted, memory = by_cap[best], costs[name][best][2]
+            predicted = by_cap[best]
             # Where nothing reaches either limit, the buckets are those of the default: there is nothing to set.
             cap = None if profile.gradient_bytes <= min(best, DEFAULT_CAP_MB) * MIB else best
         options.append(
             Option(
                 name=name, change=candidate.change, effect=candidate.effect, yaml=candidate.yaml(cap),
-                bucket_cap_mb=cap, memory=memory, predicted=predicted,
+                bucket_cap_mb=cap, predicted=predicted,
             )
         )  # fmt: skip
     return options

@@ -24,7 +24,6 @@ class Candidate:
     hook: Callable[[], CommHook] | None = None  # makes the hook as it is after its warm-up
     averager: Callable[[], ModelAverager] | None = None  # likewise
     setting: str = ""  # argument of the strategy as YAML; how long a warm-up should be is the user's choice
-    copies: int = 0  # of the parameters, kept by an averager
 
     @property
     def period(self) -> int:
@@ -73,7 +72,7 @@ CANDIDATES: dict[str, Candidate] = {
                             setting=_declared("averager", f"{_AVERAGING}.PeriodicModelAverager",
                                               period=8, warmup_steps=500)),
     "diloco-16": Candidate("local", "ranks train alone, an outer optimizer every 16 steps",
-                           averager=lambda: DiLoCo(period=16), copies=2,
+                           averager=lambda: DiLoCo(period=16),
                            setting=_declared("averager", f"{_AVERAGING}.DiLoCo", period=16, warmup_steps=500)),
 }
 # fmt: on

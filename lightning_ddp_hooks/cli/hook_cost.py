@@ -1,4 +1,4 @@
-"""Measures what a hook computes, sends and keeps for each bucket, as one rank of a world of any size.
+"""Measures what a hook computes and sends for each bucket, as one rank of a world of any size.
 
 The world is simulated: collectives are done at once and move nothing, so that only the hook's own work remains, and no
 other machine is needed.
@@ -6,7 +6,6 @@ other machine is needed.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -38,7 +37,6 @@ class HookCost(NamedTuple):
 
     buckets: list[list[int]]  # positions of the parameters
     costs: list[BucketCost]
-    memory: int  # bytes that the hook keeps
 
 
 class _CollectiveLog(ByteCounter):
@@ -70,15 +68,10 @@ def measure_hooks(
         for shape, dtype in zip(profile.shapes, profile.dtypes, strict=True)
     ]
     limits = {cap: [max(1, int(mb * MIB)) for mb in (min(first_bucket_mb, cap), cap)] for cap in caps}
-    gc.freeze()  # what exists by now belongs to no hook: `_held_bytes` need not look through it
-    try:
-        with _compat.simulated_world(world_size):
-            return {
-                name: {cap: _measure(CANDIDATES[name].hook, profile, params, limits[cap]) for cap in caps}
-                for name in hooks
-            }
-    finally:
-        gc.unfreeze()
+    with _compat.simulated_world(world_size):
+        return {
+            name: {cap: _measure(CANDIDATES[name].hook, profile, params, limits[cap]) for cap in caps} for name in hooks
+        }
 
 
 def _measure(
@@ -87,8 +80,7 @@ def _measure(
     if make is None:  # the reducer scales in the copy, and sums: nothing is computed
         layouts = rebuilt_layout(params, profile.order, limits)
         plain = [BucketCost((Phase(0.0, "all_reduce", layout.nbytes),)) for layout in layouts]
-        return HookCost([list(layout.indices) for layout in layouts], plain, 0)
-    held_before = _held_bytes()
+        return HookCost([list(layout.indices) for layout in layouts], plain)
     world = comm.resolve_group(None)
     queue = CollectiveQueue(world, at_once=True)
     names, now = profile.names, _AFTER_EVERY_WARM_UP
@@ -98,9 +90,7 @@ def _measure(
     layouts = rebuilt_layout(params, profile.order, limits, groups)
     storages = [Bucket(layout, params) for layout in layouts]
     costs = _time_rounds(bound, queue, storages, names)
-    in_buckets = sum(storage.comm_buffer.untyped_storage().nbytes() for storage in storages)
-    memory = max(0, _held_bytes() - held_before - in_buckets)
-    return HookCost([list(layout.indices) for layout in layouts], costs, memory)
+    return HookCost([list(layout.indices) for layout in layouts], costs)
 
 
 class _Stretch(NamedTuple):
@@ -168,17 +158,3 @@ def _time_bucket(bound: BoundHook, queue: CollectiveQueue, bucket: GradBucket, b
             begin = time.perf_counter()
     finally:
         comm.count_bytes(None)
-
-
-def _held_bytes() -> int:
-    """Return the memory of all tensors that Python holds, each storage once."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        try:
-            if issubclass(type(thing), Tensor) and thing.layout is torch.strided:
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-        except (ReferenceError, RuntimeError):  # a dead weak proxy, a tensor without storage
-            continue
-    return sum(storages.values())

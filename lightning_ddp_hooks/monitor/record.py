@@ -65,6 +65,7 @@ class RunRecord:
     count: int = 0  # of all steps that were recorded
     outside_bytes: Mapping[str, int] = field(default_factory=dict)  # sent between steps, by purpose
     hosts: Sequence[str] = ()  # of each rank
+    traced: Sequence[Sequence[StepTiming]] = ()  # the last steps of each rank; empty if they could not be asked
     sees_ends: bool = True  # whether the end of a collective is known, and not only that of the wait for it
     note: str | None = None  # what a reader has to know, such as that the run has failed
     steps: deque[StepTiming] = field(init=False)

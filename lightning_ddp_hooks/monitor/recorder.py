@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,19 +33,24 @@ class _RecordedBucket:
         self.sent = ByteTotal()
         self.ready = self.launched = ready
         self.done: Instant | None = None
-        self.posted: Instant | None = None  # its first collective, and from when on that is done
-        self.met: Instant | None = None
+        self.meetings: list[list[Instant]] = []  # when each collective was posted, and when it was done
         self.exact: tuple[Tensor, comm.Work] | None = None
         self.error: Tensor | None = None
 
-    def note_met(self, instant: Instant) -> None:
-        self.done = self.met = instant
+    def post(self, work: object, posted: Instant, clock: Clock) -> None:
+        """Note a collective, and arrange to learn when it is done."""
+        meeting = [posted]
+        self.meetings.append(meeting)
+        self.done = None
 
-    def note_done(self, instant: Instant) -> None:
-        self.done = instant
+        def note_done(instant: Instant) -> None:
+            self.done = instant
+            meeting.append(instant)
+
+        clock.when_done(work, note_done)
 
     def timing(self, clock: Clock) -> BucketTiming:
-        both = None if self.posted is None or self.met is None else (self.posted, self.met)
+        seen = [meeting for meeting in self.meetings if len(meeting) == 2]
         return BucketTiming(
             index=self.index,
             names=self.names,
@@ -54,7 +60,7 @@ class _RecordedBucket:
             launched=clock.seconds(self.launched),
             done=clock.seconds(_first_known(self.done, self.launched)),
             error=None if self.error is None else float(self.error),
-            meeting=None if both is None else (clock.seconds(both[0]), clock.seconds(both[1])),
+            meetings=tuple((clock.seconds(posted), clock.seconds(met)) for posted, met in seen),
         )
 
 
@@ -84,7 +90,7 @@ class _RecordedStep:
         marks = [self.finished, self.begin, self.backward_begin, self.backward_end, self.latest_begin, self.latest_end]
         marks += [mark for interval in (*self.waits, *self.hook_work) for mark in interval]
         marks += [mark for _, *interval in self.asides for mark in interval]
-        marks += [m for b in self.buckets for m in (b.ready, b.launched, b.posted, b.met, b.done)]
+        marks += [m for b in self.buckets for m in (b.ready, b.launched, b.done, *chain(*b.meetings))]
         return list({id(mark): mark for mark in marks if mark is not None}.values())
 
     def timing(self, clock: Clock, finished_before: float | None) -> StepTiming:
@@ -273,19 +279,13 @@ class Recorder:
         self._restore_counting()
         if not self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
-        if pending.collective is not None:
-            bucket.posted = bucket.launched
         if pending.finished:
             bucket.done = self._clock.stamp()
             return
 
         def on_collective(work: object) -> None:
             self._note_hook_work(bucket.done)
-            bucket.done = None
-            first = bucket.met is None
-            if bucket.posted is None:
-                bucket.posted = self._clock.stamp()
-            self._clock.when_done(work, bucket.note_met if first else bucket.note_done)
+            bucket.post(work, self._clock.stamp(), self._clock)
 
         def on_finished() -> None:
             self._note_hook_work(bucket.done)
@@ -294,7 +294,7 @@ class Recorder:
 
         pending.on_collective, pending.on_finished = on_collective, on_finished
         if pending.collective is not None:
-            on_collective(pending.collective)
+            bucket.post(pending.collective, bucket.launched, self._clock)
 
     def _note_hook_work(self, collective_done: Instant | None) -> None:
         """Note that during a wait a hook has just come to its next collective, or to its end.

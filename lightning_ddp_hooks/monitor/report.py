@@ -16,10 +16,10 @@ from lightning_ddp_hooks.monitor.skew import PHASES
 from lightning_ddp_hooks.monitor.timeline import (
     BucketTiming,
     StepTiming,
+    exposed_by_bucket,
     median_step,
     phases,
     typical_steps,
-    typical_waiting,
 )
 
 _BUCKETS_LISTED = 40
@@ -100,9 +100,9 @@ def _division(record: RunRecord, step: StepTiming) -> str:
             "What a step takes", f"Step {step.step} of rank {record.rank}.", charts.budget_chart([("", own)])
         )
     rows = []
-    for rank, (own, skew, transfer) in enumerate(zip(found.own, found.skew, found.transfer, strict=True)):
-        *before, after = zip(PHASES, own, strict=True)
-        rows.append((f"rank {rank}", dict([*before, ("skew", skew), ("transfer", transfer), after])))
+    for rank, (spent, skew, transfer) in enumerate(zip(found.own, found.skew, found.transfer, strict=True)):
+        *before, after = zip(PHASES, spent, strict=True)
+        rows.append((f"rank {rank}", {**dict(before), "skew": skew, "transfer": transfer, **dict([after])}))
     note = (
         f"Means over {found.steps:,} steps. A rank waits for others until the last one sends its part of a bucket, and "
         "for the transfer from then on."
@@ -136,14 +136,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
     if not step.buckets:
         return ""
-    typical, waiting = typical_steps(steps), typical_waiting(steps)
+    typical = typical_steps(steps)
+    waits = [mean(column) for column in zip(*map(exposed_by_bucket, typical), strict=True)]
     largest = max(max(b.grad_bytes, b.sent_bytes) for b in step.buckets) or 1
-    worst = max(*waiting.buckets, waiting.hook, waiting.after) or 1.0
+    worst = max(waits) or 1.0
     rows = []
     for position, bucket in enumerate(step.buckets[:_BUCKETS_LISTED]):
         mine = [other.buckets[position] for other in typical]
         sent = sum(b.sent_bytes for b in mine) / len(mine)
-        exposed = waiting.buckets[position]
+        exposed = waits[position]
         errors = [b.error for b in mine if b.error is not None]
         rows.append([
             str(bucket.index),
@@ -153,17 +154,14 @@ def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
             seconds_text(median(b.in_flight[1] - b.in_flight[0] for b in mine)),
             _bars((exposed / worst, "exposed")), seconds_text(exposed), f"{mean(errors):.2g}" if errors else "",
         ])  # fmt: skip
-    for what, seconds in (("the hook computes", waiting.hook), ("no bucket in flight", waiting.after)):
-        if seconds >= 0.5e-6:  # else it would be shown as 0 us
-            rows.append(["", what, "", "", "", "", _bars((seconds / worst, "exposed")), seconds_text(seconds), ""])
     head = ["bucket", "parameters", "gradients, sent", "gradients", "sent", "in flight", "", "waited for", "error"]
     if all(not row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     rest = max(0, len(step.buckets) - _BUCKETS_LISTED)
     more = f'<p class="sub">And {rest} more.</p>' if rest else ""
     note = (
-        "In the order in which they are sent. A bucket counts as waited for while all buckets before it are done. "
-        f"Together {seconds_text(waiting.total)}, divided as in the steps around the median."
+        "In the order in which they are sent. A bucket counts as waited for, for others or the transfer, while all "
+        "before it are done; means over the steps."
     )
     return _section("Buckets", note, _table(head, rows) + more)
 

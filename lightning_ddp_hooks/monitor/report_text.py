@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
-from lightning_ddp_hooks.monitor.skew import SlowRank, Split, slow_rank
-from lightning_ddp_hooks.monitor.timeline import Waiting, typical_phases, typical_steps, typical_waiting
+from lightning_ddp_hooks.monitor.skew import PHASES, SlowRank, Split, slow_rank
+from lightning_ddp_hooks.monitor.timeline import exposed_by_bucket, typical_steps
 
 _NEGLIGIBLE = 0.01  # below this share of a step, waiting is not worth anybody's time
 _LITTLE = 0.03  # below this share, neither waiting nor a hook is worth a change
-_MOST = 0.6  # from this share of all waiting on, one bucket is to blame
-_HARDLY = 0.05  # up to this share of all waiting, a bucket is as good as not waited for
+_MOST = 0.6  # from this share of all waiting on, something is to blame for it
+_HARDLY = 0.05  # up to this share of all waiting, buckets are as good as not waited for
 
 
 def seconds_text(seconds: float) -> str:
@@ -45,27 +44,6 @@ def _three(value: float) -> str:
     magnitude = abs(value)
     digits = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
     return f"{value:,.{digits}f}"
-
-
-def _waited_at_the_end(waiting: Waiting) -> int:
-    """Return how many buckets there are from the first one that is waited for, if these are few; else 0."""
-    waited = [seconds > _HARDLY * waiting.total for seconds in waiting.buckets]
-    count = len(waited) - waited.index(True) if any(waited) else 0
-    return count if count <= max(1, len(waited) // 3) and count < len(waited) else 0
-
-
-def _worst(waiting: Waiting, buckets: Sequence[int]) -> str | None:
-    """Name what most of the waiting is for, by the indices of the buckets, or None."""
-    if waiting.hook >= _MOST * waiting.total:
-        return "what the hook computes after it"
-    if waiting.after >= _MOST * waiting.total:
-        return "what follows the last bucket (results written back, ranks that agree)"
-    if count := _waited_at_the_end(waiting):
-        return "the last bucket" if count == 1 else f"the last {count} buckets"
-    worst = max(range(len(buckets)), key=lambda i: waiting.buckets[i])
-    if len(buckets) > 1 and waiting.buckets[worst] >= _MOST * waiting.total:
-        return f"bucket {buckets[worst]}"
-    return None
 
 
 _WHERE = {
@@ -128,9 +106,8 @@ def _skew(found: Split | None) -> float:
 
 def headline(record: RunRecord, summary: Summary) -> str:
     """Return one sentence about the run, by its typical steps; there is at least one step."""
-    steps = list(record.steps)
     sent = bytes_text(summary.sent_bytes)
-    buckets = [bucket.index for bucket in typical_steps(steps)[0].buckets]
+    buckets = typical_steps(list(record.steps))[0].buckets
     found = record.split()
     if record.world_size == 1:
         return "There is one rank: nobody to communicate with."
@@ -145,8 +122,6 @@ def headline(record: RunRecord, summary: Summary) -> str:
     if summary.exposed_share < _NEGLIGIBLE:
         return f"Communication hides behind the backward: waiting takes {of_step}."
     if summary.overlap >= 0.25:
-        if (name := _worst(typical_waiting(steps), buckets)) is not None:
-            return f"Communication hides behind the backward except for {name}: waiting takes {of_step}."
         return f"{share_text(summary.overlap)} of the communication hides behind the backward: waiting takes {of_step}."
     if len(buckets) == 1:
         return f"Nothing hides the communication, since all gradients share one bucket: waiting takes {of_step}."
@@ -155,19 +130,18 @@ def headline(record: RunRecord, summary: Summary) -> str:
 
 def advice(record: RunRecord, summary: Summary) -> str:
     """Return what there is to gain, and where to look for it; there is at least one step."""
-    steps, found, has_hook = list(record.steps), record.split(), record.has_hook
-    sizes = [bucket.grad_bytes for bucket in typical_steps(steps)[0].buckets]
+    typical, found, has_hook = typical_steps(list(record.steps)), record.split(), record.has_hook
+    sizes = [bucket.grad_bytes for bucket in typical[0].buckets]
     if record.world_size == 1 or not sizes:
         return "Gradients are not exchanged, so no communication hook or bucket size would change the step."
     if found is None:
         text = "Whether the network or other ranks were waited for is not known, since the ranks were not compared"
         return f"{text}: no advice."
     duration, transfer = found.duration or 1.0, fmean(found.transfer)
-    parts = typical_phases(steps)
     if _skew(found):
         rest = f" The transfer itself takes {seconds_text(transfer)}: look at that once the ranks are even."
         return slow_rank_advice(slow_rank(found)) + (rest if transfer >= _LITTLE * duration else "")
-    hook = parts.hook
+    hook = fmean(spent[PHASES.index("hook")] for spent in found.own)
     gain = share_text((hook + transfer) / duration)
     text = f"Communication that costs nothing would make steps at most {gain} shorter."
     if max(hook, transfer) < _LITTLE * duration:
@@ -185,13 +159,13 @@ def advice(record: RunRecord, summary: Summary) -> str:
         return f"{text} Starting to communicate {costs}: a hook would not shorten that."
     if len(sizes) == 1:
         return f"{text} Buckets smaller than the model (`bucket_cap_mb`) let communication begin during the backward."
-    waiting = typical_waiting(steps)
+    waits = [fmean(column) for column in zip(*map(exposed_by_bucket, typical), strict=True)]
     less = "a hook that sends less"
     if has_hook:
         less += f" than this one, if it computes no longer ({seconds_text(hook)} of a step)"
-    if waiting.after >= _MOST * waiting.total:
+    if sum(waits) < (1 - _MOST) * fmean(step.wait for step in typical) - hook:
         return f"{text} Most of the waiting comes when all buckets are reduced: other buckets or hooks would not help."
-    if _waited_at_the_end(waiting):
+    if sum(waits[-max(1, len(waits) // 3) :]) > (1 - _HARDLY) * sum(waits):
         text += " What is waited for comes last, with no computation left to hide it: smaller buckets"
         return f"{text} (`bucket_cap_mb`) shorten that, and so does {less}."
     return f"{text} The transfer takes longer than the backward can hide: {less} would shorten that."

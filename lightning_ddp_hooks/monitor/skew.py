@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, length, phases
+from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket, intersect, length, phases, subtract
 
 PHASES = ("data", "validation", "save", "forward", "backward", "hook", "optimizer")
 """What a rank does by itself between two meetings with the others."""
 
-_FIXED = 5 + len(PHASES)
+_FIXED = 6 + len(PHASES)
 _KEPT_INCOMPLETE = 1000
 _SINGLE = 0.6  # from this share of all waiting for others on, one rank is to blame, or one phase of it
 
@@ -34,20 +34,22 @@ class RankStep:
     wait: float  # without what a hook computes meanwhile
     after: float  # of that, while no bucket was in flight: ranks agree on something
     own: tuple[float, ...]  # by `PHASES`
-    in_flight: tuple[float, ...]  # first collective of each bucket
-    waited: tuple[float, ...]  # for each bucket, up to the end of its first collective
+    in_flight: tuple[float, ...]  # each collective of each bucket
+    waited: tuple[float, ...]  # for each of them, and not for one before it
     gaps: tuple[float, ...]  # of the backward, from the bucket before until each one was full
 
     @classmethod
     def of(cls, step: StepTiming) -> RankStep:
         """Reduce a step to durations."""
-        parts, exposed = phases(step), exposed_by_bucket(step)
-        meetings = [bucket.meeting or bucket.in_flight for bucket in step.buckets]
-        # What comes after the first collective of a hook is no waiting for ranks that were late to it.
-        late = [
-            length(intersect([(met, bucket.done)], step.wait_intervals)) if bucket.meeting else 0.0
-            for bucket, (_, met) in zip(step.buckets, meetings, strict=True)
-        ]
+        parts, exposed = phases(step), sum(exposed_by_bucket(step))
+        idle, counted = subtract(step.wait_intervals, step.hook_work), float("-inf")
+        in_flight, waited = [], []
+        for bucket in step.buckets:
+            for begin, end in bucket.meetings or (bucket.in_flight,):
+                in_flight.append(end - begin)
+                waited.append(length(intersect([(max(counted, begin), end)], idle)))
+                counted = max(counted, end)
+            counted = max(counted, bucket.done)
         gaps, free = [], step.backward_begin
         for bucket in step.buckets:
             gaps.append(max(0.0, bucket.ready - free))
@@ -56,10 +58,10 @@ class RankStep:
             step=step.step,
             duration=step.duration + sum(step.between),
             wait=parts.wait,
-            after=max(0.0, parts.wait - sum(exposed)),
+            after=max(0.0, parts.wait - exposed),
             own=(*step.between, parts.forward, parts.backward, parts.hook, parts.rest),
-            in_flight=tuple(end - begin for begin, end in meetings),
-            waited=tuple(max(0.0, all_of_it - rest) for all_of_it, rest in zip(exposed, late, strict=True)),
+            in_flight=tuple(in_flight),
+            waited=tuple(waited),
             gaps=tuple(gaps),
         )
 
@@ -69,7 +71,7 @@ def pack(steps: Sequence[RankStep], capacity: int) -> list[float]:
     rows: list[list[float]] = []
     free = capacity - 1
     for step in reversed(steps):
-        row = [step.step, step.duration, step.wait, step.after, len(step.gaps), *step.own]
+        row = [step.step, step.duration, step.wait, step.after, len(step.in_flight), len(step.gaps), *step.own]
         row += [*step.in_flight, *step.waited, *step.gaps]
         free -= len(row)
         if free < 0:
@@ -83,10 +85,11 @@ def unpack(numbers: Sequence[float]) -> list[RankStep]:
     """Undo `pack`."""
     steps, at = [], 1
     for _ in range(int(numbers[0])):
-        step, duration, wait, after, count, *own = numbers[at : at + _FIXED]
-        at, n = at + _FIXED, int(count)
-        columns = [tuple(numbers[at + i * n : at + (i + 1) * n]) for i in range(3)]
-        at += 3 * n
+        step, duration, wait, after, collectives, buckets, *own = numbers[at : at + _FIXED]
+        at, columns = at + _FIXED, []
+        for count in map(int, (collectives, collectives, buckets)):
+            columns.append(tuple(numbers[at : at + count]))
+            at += count
         steps.append(RankStep(int(step), duration, wait, after, tuple(own), *columns))
     return steps
 
@@ -188,7 +191,7 @@ class StepTable:
         # What did not fit on some rank does not come any more.
         newest = complete[-1] if complete else max(self._incomplete, default=0) - _KEPT_INCOMPLETE
         self._incomplete = {step: rows for step, rows in self._incomplete.items() if step > newest}
-        return [rows for rows in found if len({len(row.gaps) for row in rows}) == 1]
+        return [rows for rows in found if len({(len(row.in_flight), len(row.gaps)) for row in rows}) == 1]
 
 
 def metrics(found: Split) -> dict[str, float]:

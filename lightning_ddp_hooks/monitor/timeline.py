@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 Interval = tuple[float, float]
@@ -32,7 +32,7 @@ class BucketTiming:
     launched: float  # its first collective was on its way; from `ready` to here a hook computes what to send
     done: float  # it was reduced; with a hook of several collectives, after the last one
     error: float | None = None  # of the reduced gradients, relative to the exact mean; None unless asked for
-    meeting: Interval | None = None  # its first collective, from this rank's post on; None if as `in_flight`
+    meetings: tuple[Interval, ...] = ()  # its collectives, each from this rank's post on; empty if not known
 
     @property
     def in_flight(self) -> Interval:
@@ -132,7 +132,7 @@ def overlap(step: StepTiming) -> float:
 def exposed_by_bucket(step: StepTiming) -> tuple[float, ...]:
     """Return for each bucket how long the step waited for it, and not for one before it, in seconds.
 
-    The sum may be less than ``step.wait``; see `Waiting` for the rest.
+    The sum may be less than ``step.wait``: a hook computes meanwhile, results are copied back, ranks agree.
     """
     idle = subtract(step.wait_intervals, step.hook_work)
     shares = []
@@ -198,36 +198,3 @@ def median_step(steps: Sequence[StepTiming]) -> StepTiming:
     medians = [median(column) for column in zip(*figures, strict=True)]
     distances = [sum(abs(mine - usual) for mine, usual in zip(its, medians, strict=True)) for its in figures]
     return typical[distances.index(min(distances))]
-
-
-def typical_phases(steps: Sequence[StepTiming]) -> Phases:
-    """Return the median of each part over the typical steps; they need not add up to a step."""
-    divided = [astuple(phases(step)) for step in typical_steps(steps)]
-    return Phases(*(median(column) for column in zip(*divided, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a typical step waits for; in seconds, and the parts add up to ``total``."""
-
-    total: float
-    buckets: tuple[float, ...]  # as in `exposed_by_bucket`
-    hook: float  # a hook computes, after the backward
-    after: float  # no bucket is in flight: results are copied back, ranks agree on unused parameters
-
-
-def typical_waiting(steps: Sequence[StepTiming]) -> Waiting:
-    """Divide the median wait as the steps around it are divided: the middle half of the typical steps.
-
-    Medians of the parts would not do: where one step waits for one bucket and the next step for another one, they are
-    all zero.
-    """
-    ordered = sorted(typical_steps(steps), key=lambda step: step.wait)
-    total = median(step.wait for step in ordered)
-    quarter = len(ordered) // 4
-    low, high = ordered[quarter].wait, ordered[-1 - quarter].wait
-    middle = [step for step in ordered if low <= step.wait <= high]
-    scale = total / (sum(step.wait for step in middle) or 1.0)
-    buckets = [scale * sum(column) for column in zip(*map(exposed_by_bucket, middle), strict=True)]
-    hook = scale * sum(length(intersect(step.hook_work, step.wait_intervals)) for step in middle)
-    return Waiting(total, tuple(buckets), hook, max(0.0, total - sum(buckets) - hook))

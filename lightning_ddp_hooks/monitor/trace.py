@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from lightning_ddp_hooks.monitor.timeline import StepTiming, intersect
@@ -16,10 +17,28 @@ COMPUTE_LANE, FIRST_BUCKET_LANE = 0, 10
 _NAMES_SHOWN = 8
 
 
-def build_trace(
-    steps: Sequence[StepTiming], *, rank: int = 0, metadata: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return a rank's trace for ``json.dump``: a lane for compute, one for each bucket; the first step begins at 0."""
+def clock_offset(steps: Sequence[StepTiming], reference: Sequence[StepTiming]) -> float:
+    """Return by how much one rank's clock is ahead of another's: buckets are reduced on both at the same moment."""
+
+    def ends(of: Sequence[StepTiming]) -> dict[tuple[int, int], float]:
+        return {(step.step, i): b.done for step in of for i, b in enumerate(step.buckets)}
+
+    own, other = ends(steps), ends(reference)
+    return median([done - other[key] for key, done in own.items() if key in other] or [0.0])
+
+
+def build_trace(ranks: Sequence[Sequence[StepTiming]], metadata: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return a trace for ``json.dump``, on one clock; the first step begins at 0."""
+    offsets = [clock_offset(steps, ranks[0]) for steps in ranks]
+    start = min((steps[0].begin - ahead for steps, ahead in zip(ranks, offsets, strict=True) if steps), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, (steps, ahead) in enumerate(zip(ranks, offsets, strict=True)):
+        events += _rank_events(steps, rank, start + ahead)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+
+
+def _rank_events(steps: Sequence[StepTiming], rank: int, origin: float) -> list[dict[str, Any]]:
+    """Return a rank's part: a lane for compute, and one for each bucket."""
     lanes = max((bucket.index for step in steps for bucket in step.buckets), default=-1) + 1
     names = [("process_name", 0, f"rank {rank}"), ("thread_name", COMPUTE_LANE, "compute")]
     names += [("thread_name", FIRST_BUCKET_LANE + i, f"bucket {i}") for i in range(lanes)]
@@ -27,8 +46,8 @@ def build_trace(
         {"name": kind, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}} for kind, lane, name in names
     ]
     for step in steps:
-        events += _step_events(step, rank, origin=steps[0].begin)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata or {})}
+        events += _step_events(step, rank, origin)
+    return events
 
 
 def _step_events(step: StepTiming, rank: int, origin: float) -> list[dict[str, Any]]:

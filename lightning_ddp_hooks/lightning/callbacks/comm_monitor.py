@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_ddp_hooks.reducer.reducer import Reducer
 
 _WINDOW = 20  # steps over which one rank must be slow
+_TRACED = 100  # steps of each rank in the trace
 _HELD_UP = 0.1  # part of a step that it must hold the others up
 
 
@@ -46,9 +47,9 @@ class CommMonitor(Callback):
     """Measures what communication costs each training step, logs it, and writes a report.
 
     Logged are means over the steps since the last log, of the rank that logs; see `step_metrics` for the names. At the
-    end of a fit rank 0 writes ``report.html`` (one page without scripts or outside files) and ``trace.json`` (for
-    chrome://tracing or https://ui.perfetto.dev) with the last ``keep_steps`` steps; after an error too, then without
-    what other ranks would have to say.
+    end of a fit rank 0 writes ``report.html`` (one page without scripts or outside files) with the last ``keep_steps``
+    steps, and ``trace.json`` (for chrome://tracing or https://ui.perfetto.dev) with the last 100 of all ranks; after an
+    error too, then with what was known by then. A warning names a rank that holds up the others.
 
     Args:
         dirpath: Where to write; by default the folder ``comm_monitor`` in the logger's directory, or without a logger
@@ -59,7 +60,7 @@ class CommMonitor(Callback):
         compression_error: Measure how far the reduced gradients are from the exact mean. That takes a further
             all-reduce of all gradients, uncompressed, in the steps in which it is done.
         error_every_n_steps: How often that is.
-        keep_steps: How many steps the report and the trace show.
+        keep_steps: How many steps the report shows.
 
     Raises:
         TypeError: An argument of the wrong type.
@@ -260,6 +261,7 @@ class CommMonitor(Callback):
         if self._exchange is not None:
             self._exchange.begin()
             self._log(trainer, self._compare(trainer, wait=True), record.steps[-1].step if record.steps else 0)
+        record.traced = comm.gather_object(list(record.steps)[-_TRACED:], reducer.control_group) or ()
         for group in self._groups:
             comm.destroy_group(group)
         self._groups.clear()
@@ -300,7 +302,7 @@ class CommMonitor(Callback):
         self._directory.mkdir(parents=True, exist_ok=True)
         report = self._directory / "report.html"
         report.write_text(build_report(record), encoding="utf-8")
-        trace = build_trace(list(record.steps), rank=record.rank, metadata=record.facts)
+        trace = build_trace(record.traced or [list(record.steps)], record.facts)
         (self._directory / "trace.json").write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
         with _compat.beside_progress_bar():
             rank_zero_info(f"CommMonitor: {report}")
