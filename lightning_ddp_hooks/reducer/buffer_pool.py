@@ -3,8 +3,8 @@
     first backward    [ one bucket of everything                            | room ]
     from then on      [ bucket 0 | bucket 1          | bucket 2    | status | room ]
 
-So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces. Where the
-ranks' backend moves some memory without a copy, the block lies there.
+So a rebuild allocates nothing: neither do two sets of buckets exist for a while, nor is memory left in pieces. Where
+the ranks' backend moves some memory without a copy, the block lies there.
 """
 
 from __future__ import annotations
