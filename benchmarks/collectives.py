@@ -1,14 +1,16 @@
 """Time of the shm backend's collectives beside gloo's, and beside one copy of the same bytes.
 
-Blocks of calls take turns, in an order that changes from block to block; printed are the medians over blocks of the time
-of a call on the slowest rank, and of the ratios within a block. `shm` stages its tensors; `shm, in place` has them where
-all ranks reach them, as the reducer's buckets are. What is copied for comparison is what a rank gets as its result.
+Blocks of calls take turns, in an order that changes from block to block; printed are the medians over blocks of the
+time of a call on the slowest rank, and of the ratios within a block. `shm` stages its tensors; `shm, in place` has them
+where all ranks reach them, as the reducer's buckets are. What is copied for comparison is what a rank gets as its
+result.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,10 +49,10 @@ def measure(
             in_place = [backend.allocate_tensor(n, dtype=torch.float32, device=rank.device).zero_() for n in numels]
             plain = [torch.zeros(n) for n in numels]
             runs = {
-                "shm": lambda: begin(*plain, group),
-                "shm, in place": lambda: begin(*in_place, group),
-                "gloo": lambda: begin(*plain, None),
-                "memcpy": lambda source=torch.ones_like(plain[0]): plain[0].copy_(source),
+                "shm": partial(begin, *plain, group),
+                "shm, in place": partial(begin, *in_place, group),
+                "gloo": partial(begin, *plain, None),
+                "memcpy": partial(plain[0].copy_, torch.ones_like(plain[0])),
             }
             calls = max(1, min(200, (4 << 20) // size))
             times: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -122,13 +122,18 @@ def backend_name(group: ProcessGroup) -> str:
     return str(dist.get_backend(group))
 
 
+def is_cpu_group(group: ProcessGroup) -> bool:
+    """Tell whether the group takes tensors on the CPU alone; such a one can be freed whatever other ranks do."""
+    return backend_name(group) in ("gloo", "shm")
+
+
 def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
     """Tell whether waiting for a collective on ``device`` only queues behind it, as NCCL's does and gloo's does not."""
     return device.type != "cpu" and _compat.backend_for(group, device) != "gloo"
 
 
 def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
-    """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all its ranks."""
+    """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all of them."""
     backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
     return _make(global_ranks(parent), backend, timeout or timeout_of(parent))
 
@@ -262,7 +267,7 @@ def free_after_error(groups: Iterable[ProcessGroup], in_flight: bool = False) ->
     if in_flight or not is_initialized():
         return
     for group in groups:
-        if backend_name(group) == "gloo":
+        if is_cpu_group(group):
             dist.destroy_process_group(group)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
-from ranks import _MP, _adopt_state, _Job
+from ranks import _MP, _adopt_state, _Job, backend
 
 _FAULT_FILE = "LDH_TEST_FAULT_FILE"
 _PATIENCE = "LDH_TEST_PATIENCE"
@@ -143,5 +143,5 @@ def _join_world(index: int, world_size: int, port_file: Path) -> None:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), world_size, wait_for_workers=False)
     patience = timedelta(seconds=float(os.environ[_PATIENCE]))
-    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=patience)
+    dist.init_process_group(backend(), store=store, rank=index, world_size=world_size, timeout=patience)
     dist.barrier()

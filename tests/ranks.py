@@ -65,7 +65,8 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: 
 
     Inside ``fn`` the process group is initialised and the environment is that of torchrun, so that a Trainer joins
     this world instead of launching one. The environment variables, working directory and warning filters of the
-    calling test hold there too. ``LDH_TEST_BACKEND`` names another backend than gloo. Random numbers start from the same seed on each rank.
+    calling test hold there too. ``LDH_TEST_BACKEND`` names another backend than gloo. Random numbers start from the
+    same seed on each rank.
 
     The test fails if any rank fails; the report starts with the rank that failed first. A rank that is still running
     after ``timeout`` seconds is reported with its stack. Ranks that skip, skip the test.
@@ -213,13 +214,17 @@ def _adopt_state(job: _Job, index: int) -> None:
     torch.manual_seed(0)
 
 
+def backend() -> str:
+    """Return the backend of the world, of which the package may be the maker."""
+    import lightning_ddp_hooks  # noqa: F401
+
+    return os.environ.get("LDH_TEST_BACKEND", "gloo")
+
+
 def _run_in_world(job: _Job, index: int, port: int) -> _Outcome:
     timeout = timedelta(seconds=job.timeout)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
-    backend = os.environ.get("LDH_TEST_BACKEND", "gloo")
-    if backend != "gloo":
-        import lightning_ddp_hooks  # noqa: F401, which registers it
-    dist.init_process_group(backend, store=store, rank=index, world_size=job.world_size, timeout=timeout)
+    dist.init_process_group(backend(), store=store, rank=index, world_size=job.world_size, timeout=timeout)
     dist.barrier()  # a rank that leaves early must not break one that is still connecting
     try:
         outcome = _Outcome("returned", job.fn(*job.args))

@@ -126,7 +126,7 @@ class PseudoGradientExchange:
         """Free the queue's groups; after an error only if nobody can be stuck in them."""
         if not failed:
             self.restore(None)  # ranks may differ in how much of it they have issued
-        if not failed or (not self.in_flight and comm.backend_name(self._group) == "gloo"):
+        if not failed or (not self.in_flight and comm.is_cpu_group(self._group)):
             self._queue.close()
 
     def _fill(self, positions: Sequence[int], likes: Sequence[Tensor]) -> Bucket:

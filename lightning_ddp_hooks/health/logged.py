@@ -100,7 +100,7 @@ class LoggedValues:
         """Free the groups; after an error only gloo's, since other ranks may never finish what NCCL has begun."""
         self._unread.clear()
         for group in {self._host_group, self._device_group}:
-            if not failed or comm.backend_name(group) == "gloo":
+            if not failed or comm.is_cpu_group(group):
                 comm.destroy_group(group)
 
     def _gather(self, what: str, values: Tensor, group: comm.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,7 +113,7 @@ def agree_on_checkpoint(path: str | None, progress: str | None, error: Exception
     if not comm.is_initialized() or comm.world_size() == 1:
         return
     world = comm.resolve_group(None)
-    own_group = None if comm.backend_name(world) == "gloo" else comm.new_group(world, cpu=True)
+    own_group = None if comm.is_cpu_group(world) else comm.new_group(world, cpu=True)
     text = None if error is None else f"{type(error).__name__}: {error}"
     found = comm.all_gather_object((path, progress, text), own_group or world)
     if own_group is not None:

@@ -68,7 +68,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         static_graph: learn in the first backward which parameters are used, and rely on it.
         broadcast_buffers: send rank 0's buffers to all ranks at setup and before forwards, also of an evaluation.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
-        process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
+        process_group_backend: such as ``"gloo"`` or ``"nccl"``, by default by device; ``"shm"`` lets CPU ranks of one
+            host talk through memory.
         timeout: of collectives.
         failure_timeout: seconds, or None for no failure reports. From the first setup on, a rank that waits in a
             backward or a step for one that has failed, died or been silent for so long ends with an error naming it.

@@ -85,7 +85,8 @@ class DDPHooksStrategy(DDPStrategy):
         skip_missing_loss: when ``training_step`` returns None (or a loss without gradient) on some rank: it takes part
             with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
-        process_group_backend: such as ``"gloo"`` or ``"nccl"``; by default by device.
+        process_group_backend: such as ``"gloo"`` or ``"nccl"``, by default by device; ``"shm"`` lets CPU ranks of one
+            host talk through memory.
         timeout: of collectives; on a command line hours:minutes:seconds, as in ``0:30:00``.
         failure_timeout: seconds, or None for no failure reports. When a rank fails, dies, or is silent for so long
             while others wait for it, they end with an error that names it, its own error if it could still tell, and

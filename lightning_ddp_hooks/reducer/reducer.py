@@ -337,7 +337,7 @@ class Reducer(SyncedBackwards):
         self._parameters.close()
         release(self)
         # After an error other ranks may never join a collective that this one has begun; freeing its group would wait.
-        if not (self.failed and (self.aborted_work or comm.backend_name(self.group) != "gloo")):
+        if not (self.failed and (self.aborted_work or not comm.is_cpu_group(self.group))):
             self.queue.close()
             for group in (self.group, self.control_group):
                 comm.destroy_group(group)

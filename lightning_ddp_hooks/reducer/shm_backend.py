@@ -1,4 +1,4 @@
-"""The process group backend ``shm``: collectives of CPU tensors between ranks of one host, through memory they share."""
+"""The process group backend ``shm``: collectives on the CPU between ranks of one host, through memory they share."""
 
 from __future__ import annotations
 

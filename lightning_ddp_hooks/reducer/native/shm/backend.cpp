@@ -51,6 +51,9 @@ Op op_of(const ReduceOp& op, const Tensor& tensor) {
   switch (op.op_) {
     case ReduceOp::SUM:
       return Op::kSum;
+    case ReduceOp::AVG:
+      TORCH_CHECK_VALUE(tensor.is_floating_point(), "The shm backend takes no mean of ", tensor.scalar_type(), ".");
+      return Op::kMean;
     case ReduceOp::PRODUCT:
       return Op::kProduct;
     case ReduceOp::MIN:
@@ -64,7 +67,7 @@ Op op_of(const ReduceOp& op, const Tensor& tensor) {
     case ReduceOp::BXOR:
       return Op::kXor;
     default:
-      C10_THROW_ERROR(ValueError, "The shm backend reduces by sum, product, min, max and operations on bits.");
+      C10_THROW_ERROR(ValueError, "The shm backend reduces by sum, mean, product, min, max and operations on bits.");
   }
 }
 
@@ -298,7 +301,8 @@ class ShmBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> begin(OpType type, const Request& request, Region in, Region out, Tensors results,
                                  milliseconds timeout) {
-    const auto deadline = Clock::now() + (timeout == c10d::kUnsetTimeout ? options_->timeout : timeout);
+    const milliseconds longest = std::chrono::hours(24 * 365);  // times are counted in nanoseconds
+    const auto deadline = Clock::now() + std::min(longest, timeout == c10d::kUnsetTimeout ? options_->timeout : timeout);
     auto work = c10::make_intrusive<ShmWork>(group_, rank_, type, request, std::move(in), std::move(out),
                                              std::move(results), deadline);
     group_->begin(work);

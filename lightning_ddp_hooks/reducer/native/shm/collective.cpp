@@ -51,7 +51,8 @@ struct Max {
 };
 
 template <typename T, typename Combine>
-void reduce(const std::vector<const char*>& from, const std::vector<char*>& to, uint64_t bytes, Combine combine) {
+void reduce(const std::vector<const char*>& from, const std::vector<char*>& to, uint64_t bytes, Combine combine,
+            int divisor = 1) {
   using Wide = std::conditional_t<sizeof(T) == 2, float, T>;
   Wide wide[kBlock];
   T result[kBlock];
@@ -72,6 +73,9 @@ void reduce(const std::vector<const char*>& from, const std::vector<char*>& to, 
         wide[i] = combine(wide[i], static_cast<Wide>(next[i]));
       }
     }
+    for (int i = 0; divisor != 1 && i < n; i++) {
+      wide[i] = wide[i] / static_cast<Wide>(divisor);
+    }
     const void* source = wide;
     if constexpr (!std::is_same_v<T, Wide>) {
       std::copy(wide, wide + n, result);
@@ -88,6 +92,8 @@ void reduce(Op op, const std::vector<const char*>& from, const std::vector<char*
   switch (op) {
     case Op::kSum:
       return reduce<T>(from, to, bytes, Sum());
+    case Op::kMean:
+      return reduce<T>(from, to, bytes, Sum(), static_cast<int>(from.size()));
     case Op::kProduct:
       return reduce<T>(from, to, bytes, Product());
     case Op::kMin:
@@ -259,7 +265,7 @@ std::string describe(const Request& request) {
                                            "a gather",   "a scatter",     "a reduce-scatter", "an all-to-all"};
   static constexpr const char* kTypes[] = {"",        " of uint8",    " of int8",    " of int32",  " of int64", " of float16",
                                            " of bfloat16", " of float32", " of float64"};
-  static constexpr const char* kOps[] = {"sum", "product", "min", "max", "and", "or", "xor"};
+  static constexpr const char* kOps[] = {"sum", "mean", "product", "min", "max", "and", "or", "xor"};
   std::string text = kKinds[static_cast<uint32_t>(request.kind)];
   text += kTypes[static_cast<uint32_t>(request.type)];
   if (request.type != Type::kBytes) {

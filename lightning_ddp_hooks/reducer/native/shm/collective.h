@@ -18,7 +18,7 @@ enum class Kind : uint32_t {
   kReduceScatter,
   kAllToAll,
 };
-enum class Op : uint32_t { kSum, kProduct, kMin, kMax, kAnd, kOr, kXor };
+enum class Op : uint32_t { kSum, kMean, kProduct, kMin, kMax, kAnd, kOr, kXor };
 enum class Type : uint32_t { kBytes, kUInt8, kInt8, kInt32, kInt64, kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 // What one rank wants. Offsets are in its own arena.
