@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one run of less than eight minutes: the tests of tests/gpu, then step time and memory
-# beside torch DDP. One rank for each visible GPU.
+# Everything that needs a GPU, in one run of less than eight minutes: the tests of tests/gpu, those of tests/device that
+# can run on CUDA, then step time (eager, compiled) and memory beside torch DDP. One rank for each visible GPU.
 #
 #   benchmarks/gpu_check.sh               from anywhere
 #   PYTHON=path/to/python benchmarks/gpu_check.sh
@@ -60,13 +60,11 @@ part() {
     echo "=== $name: exit status $status after $((SECONDS - start)) s"
 }
 
-if [[ -d tests/gpu ]]; then
-    part tests 200 "$python" -m pytest tests/gpu -q -o addopts= # one process, and no need of pytest-xdist
-else
-    echo "gpu_check: there is no tests/gpu yet; its part is left out"
-fi
-part step_time 170 "$python" benchmarks/step_time.py --device cuda --blocks 20 --output markdown
-part memory 90 "$python" benchmarks/memory.py --device cuda --models transformer --output markdown
+part tests 160 "$python" -m pytest tests/gpu -q -o addopts= # one process, and no need of pytest-xdist
+part device 80 env TEST_DEVICE=cuda "$python" -m pytest tests/device -q -o addopts=
+part step_time 110 "$python" benchmarks/step_time.py --device cuda --blocks 10 --output markdown
+part compiled 70 "$python" benchmarks/compiled.py --device cuda --blocks 5 --variants native-view --output markdown
+part memory 50 "$python" benchmarks/memory.py --device cuda --models transformer --output markdown
 
 if ((${#failed[@]})); then
     echo "gpu_check: failed: ${failed[*]}"

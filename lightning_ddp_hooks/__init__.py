@@ -1,5 +1,6 @@
 """Data-parallel training for PyTorch Lightning with communication hooks, model averaging and uneven inputs."""
 
+import sys
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -49,5 +50,7 @@ def _register() -> None:
     names.register(__getattr__("DDPHooksStrategy"), __getattr__("FabricDDPHooksStrategy"))
 
 
-for _package in ("lightning", "pytorch_lightning", "lightning_fabric"):
-    _lightning_package.when_imported(_package, _register)
+_lightning_package.when_imported("lightning", _register)
+_lightning_package.when_imported("pytorch_lightning", _register)
+# `pytorch_lightning` imports the other one on its way.
+_lightning_package.when_imported("lightning_fabric", lambda: "pytorch_lightning" in sys.modules or _register())

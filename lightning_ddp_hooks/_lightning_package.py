@@ -64,6 +64,11 @@ def uses_older_names() -> bool:
     return older
 
 
+def load() -> None:
+    """Import the package; what waits for that, such as our strategies' names, is there afterwards."""
+    importlib.import_module("pytorch_lightning" if uses_older_names() else "lightning")
+
+
 def refuse_in_other_package(name: str) -> None:
     """Have Trainer and Fabric of the package that is not used say which import to change; also if it comes later."""
     for older, newer in _PAIRS:
@@ -71,7 +76,7 @@ def refuse_in_other_package(name: str) -> None:
         when_imported(other, _Refusal(name, other, used).register)
 
 
-def when_imported(package: str, callback: Callable[[], None]) -> None:
+def when_imported(package: str, callback: Callable[[], object]) -> None:
     """Call back once a package has been imported: now, or when somebody does so."""
     if package in sys.modules:
         callback()
@@ -100,7 +105,7 @@ class _Refusal:
 class _ImportedFinder(importlib.abc.MetaPathFinder):
     """Calls back once a package has been imported."""
 
-    def __init__(self, package: str, callback: Callable[[], None]) -> None:
+    def __init__(self, package: str, callback: Callable[[], object]) -> None:
         self.package = package
         self._callback = callback
 

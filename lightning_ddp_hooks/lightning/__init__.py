@@ -2,4 +2,4 @@
 
 from lightning_ddp_hooks import _lightning_package
 
-_lightning_package.uses_older_names()  # decided before the modules of this folder are compiled
+_lightning_package.load()  # decided before the modules of this folder are compiled

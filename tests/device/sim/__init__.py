@@ -15,7 +15,8 @@ What it has in common with CUDA: `.item()`, `.cpu()`, blocking copies and shapes
 wait; memory that is let go of while another stream uses it is overwritten, unless `record_stream` was called; a
 collective begins when the stream it was issued on has come to it, and ``work.wait()`` lets a stream wait.
 
-Environment: SIM_SEED, SIM_DELAYED (the fraction of tasks that are delayed), SIM_LONGEST_MS.
+Environment: SIM_SEED, SIM_DELAYED (the fraction of tasks that are delayed), SIM_LONGEST_MS; TEST_DEVICE=cuda runs what
+can be run of the tests on a GPU instead (on_cuda.py).
 """
 
 import fcntl
@@ -35,6 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+ON_CUDA = os.environ.get("TEST_DEVICE") == "cuda"
 
 _NAME = "ldh_sim"
 _HERE = Path(__file__).resolve().parent
@@ -196,3 +199,7 @@ def no_host_waits() -> Iterator[None]:
         yield
     finally:
         load().forbid_host_waits(False)
+
+
+if ON_CUDA:
+    from sim.on_cuda import join_world, no_host_waits, sleep, slow_down, slow_down_collectives  # noqa: F401
