@@ -58,7 +58,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
         find_unused_parameters: allow ranks to leave out any parameters in any backward.
         static_graph: learn in the first backward which parameters are used, and rely on it.
-        broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards, also of an evaluation.
+        broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards, evaluations too.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
         init_sync: send rank 0's parameters and buffers to all at construction; without it the caller has made them
             equal.
