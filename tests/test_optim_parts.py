@@ -284,6 +284,36 @@ def test_torchs_optimizers_pass(name: str, dtype: torch.dtype) -> None:
     assert _fit(make, dtype=dtype).advances is False
 
 
+class WritesRate(torch.optim.SGD):
+    """Tells the rate that the last parameter had, as some implementations of Adafactor do, and never reads it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    group["lr"] = 0.01 * float(param.norm())
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+class ReadsRate(WritesRate):
+    """Uses the rate of the parameter before."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [group["lr"] for group in self.param_groups]
+        super().step()
+        for rate, group in zip(before, self.param_groups, strict=True):
+            for param in group["params"]:
+                param.mul_(1 - rate)
+
+
+def test_a_value_that_is_only_written_couples_nothing() -> None:
+    assert _fit(lambda params: WritesRate(params, lr=0.01)).advances
+    with pytest.raises(ValueError, match="depends on other parameters"):
+        _fit(lambda params: ReadsRate(params, lr=0.01))
+
+
 class CountsFused(torch.optim.SGD):
     """A user's subclass that counts its steps, as any may."""
 

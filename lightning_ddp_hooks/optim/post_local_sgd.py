@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import _compat, comm
@@ -133,7 +133,8 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
     @torch.no_grad()
     def _may_step(self) -> bool:
         """Do what a GradScaler leaves to us: unscale, and tell whether the gradients are finite."""
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
         if found_inf is None:
             return True
         if self._scaler is None:
@@ -141,8 +142,8 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
                 "A GradScaler calls `step` of a PostLocalSGDOptimizer that does not know it, so that scales of ranks "
                 "would part: give it, as in `PostLocalSGDOptimizer(optimizer, averager, scaler=scaler)`."
             )
-        for param in optimizer_params(self) if scale is not None else ():
-            if param.grad is not None:
+        for param in optimizer_params(self):
+            if scale is not None and param.grad is not None:
                 param.grad.mul_(scale.reciprocal().to(param.grad.device))
         return not bool(found_inf)
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -95,15 +96,28 @@ def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
             raise _NoTrialError  # it uses random numbers
         try:
             apart = _Trial(optimizer, apart=True, advances=whole.advances)
+            crosses = whole.moved_otherwise(apart)
+            # A value that is only written, such as the rate of the parameter that came last, couples nothing.
+            written = () if crosses else whole.differing_values(apart)
+            if written:
+                crosses = whole.differs_from(_Trial(optimizer, advances=whole.advances, spoils=written))
         except _NoTrialError:
             return True, True
-        return whole.differs_from(apart), whole.advances
+        return crosses, whole.advances
 
 
 class _Trial:
     """A small copy of an optimizer after a few steps."""
 
-    def __init__(self, optimizer: Optimizer, *, seed: int = 1, apart: bool = False, advances: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        seed: int = 1,
+        apart: bool = False,
+        advances: bool = True,
+        spoils: Collection[str] = (),  # values that are overwritten before each step
+    ) -> None:
         try:
             clone, params = _small_copy(optimizer)
             self.start = [param.detach().clone() for param in params]
@@ -114,6 +128,8 @@ class _Trial:
             generator = torch.Generator().manual_seed(0)
             torch.manual_seed(seed)
             for number in range(_STEPS):
+                for values in (vars(clone), *clone.param_groups) if spoils else ():
+                    values.update((name, 2.0 * values[name] + 1.0) for name in spoils if name in values)
                 for index, param in enumerate(params):
                     # Of different sizes over parameters and steps, so that whatever couples parameters shows.
                     scale = (0.1, 1.0, 1e4)[(index + number) % 3]
@@ -130,8 +146,16 @@ class _Trial:
 
     def differs_from(self, other: _Trial) -> bool:
         """Tell whether parameters or values differ by more than rounding."""
-        if not _same(self.values, other.values):
-            return True
+        return bool(self.differing_values(other)) or self.moved_otherwise(other)
+
+    def differing_values(self, other: _Trial) -> set[str]:
+        """Name the values of groups, and the optimizer's own, that differ."""
+        pairs = list(zip(self.values, other.values, strict=True))
+        names = {name for mine, theirs in pairs for name in mine.keys() | theirs.keys()}
+        return {name for name in names if not all(_same(a.get(name), b.get(name)) for a, b in pairs)}
+
+    def moved_otherwise(self, other: _Trial) -> bool:
+        """Tell whether parameters differ by more than rounding."""
         for start, mine, theirs in zip(self.start, self.end, other.end, strict=True):
             moved = (mine - start).abs().max()
             rounding = torch.finfo(mine.real.dtype if mine.is_complex() else mine.dtype).eps * start.abs().max()
