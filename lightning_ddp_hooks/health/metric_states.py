@@ -46,9 +46,10 @@ def gather_states(metric: Any, group: comm.ProcessGroup | None) -> None:
     own = {name: value if isinstance(value, list) else [value] for name, (value, _) in states.items()}
     facts = comm.all_gather_object(_describe(metric, own), group)
     _raise_if_different(facts, comm.global_ranks(group))
+    device = metric.device  # of the group too, though entries may be kept on the CPU
     tensors = [entry.detach() for entries in own.values() for entry in entries if isinstance(entry, Tensor)]
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=metric.device), *map(_to_bytes, tensors)])
-    received = comm.all_gather_padded(sent.to(metric.device), group)
+    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(_to_bytes(t).to(device) for t in tensors)])
+    received = comm.all_gather_padded(sent, group)
     of_ranks = [_read(rank.entries, part) for rank, part in zip(facts, received, strict=True)]
     of_ranks[comm.rank(group)] = own  # with its graph
     for name, (value, reduce) in states.items():

@@ -25,7 +25,6 @@ from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import checkpoint_io_property
 from lightning_ddp_hooks.lightning.failure_watch import TrainerWatch
 from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit, steps_of_fit, to_agree_on_in_fit, warn_if_too_late
-from lightning_ddp_hooks.lightning.logged_values import LoggingCheck
 from lightning_ddp_hooks.lightning.names import (
     PASSED_ON,
     averager_by_lightnings_names,
@@ -79,9 +78,8 @@ class DDPHooksStrategy(DDPStrategy):
         broadcast_buffers: send rank 0's buffers to all ranks at setup, before training steps and before validation.
         gradient_weighting: ``"ranks"`` weighs each rank alike; ``"samples"`` weighs each sample alike when ranks hold
             micro-batches of different sizes, in all micro-batches of an accumulation window.
-        accumulation: with ``accumulate_grad_batches`` Lightning divides by that number also where the last window of an
-            epoch holds fewer micro-batches; ``"exact"`` takes the mean over those which it holds, on all ranks. That is
-            part of ``gradient_weighting="samples"``.
+        accumulation: ``"exact"`` takes the mean over the micro-batches that an accumulation window holds, also of a
+            short one at the end of an epoch; Lightning divides by their usual number. Part of weighting by samples.
         skip_missing_loss: when ``training_step`` returns None (or a loss without gradient) on some rank: it takes part
             with ``"zeros"``, or ``"all"`` ranks skip the step. On all ranks alike the step is always skipped.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
@@ -262,7 +260,7 @@ class DDPHooksStrategy(DDPStrategy):
         self._state.agree()  # a rank that read none, while others may have
         super().setup(trainer)
         if self.settings.check_logged_values and comm.world_size() > 1:
-            self._inputs.check_logging(LoggingCheck(trainer, self.root_device, lambda: getattr(self._run, "step", 0)))
+            self._inputs.check_logging(trainer, self.root_device, lambda: getattr(self._run, "step", 0))
         self._watch.set_up()
 
     @override

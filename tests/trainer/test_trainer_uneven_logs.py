@@ -187,6 +187,34 @@ def test_logs_metrics_and_evaluation_are_those_of_the_union(module_class: type[L
             close(found_step.get("loss_step"), expected_step.get("loss_step"))
 
 
+class NeverReset(UnevenNet):
+    """Computes a metric by hand in each epoch, also on a rank that has no data and so has not updated its own."""
+
+    counts: ClassVar = COUNTS[2]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.seen = SumMetric(), []  # type: ignore[var-annotated]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.total.update(1.0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(float(self.total.compute()))
+
+
+def compute_each_epoch() -> list[float]:
+    module = make_module(NeverReset)
+    make_trainer("ddp_hooks", **{**EXACT, "callbacks": [UnevenInputs()]}).fit(module)
+    return list(module.seen)
+
+
+def test_a_metric_that_is_never_reset_is_computed_anew_on_ranks_without_data() -> None:
+    batches = sum(COUNTS[2])
+    assert run_ranks(compute_each_epoch, world_size=WORLD) == [[batches, 2 * batches]] * WORLD
+
+
 # ---------------------------------------------------------------------- callbacks and checkpoints
 
 

@@ -95,9 +95,9 @@ class Inputs:
         self.settings = settings
         self._gather_metrics()
 
-    def check_logging(self, logging: LoggingCheck) -> None:
-        """Compare from now on what ranks log."""
-        self.logging = logging
+    def check_logging(self, trainer: pl.Trainer, device: torch.device, step: Callable[[], int]) -> None:
+        """Compare from now on what ranks log; collective."""
+        self.logging = LoggingCheck(trainer, device, step)
         self._gather_metrics()
 
     def _gather_metrics(self) -> None:
