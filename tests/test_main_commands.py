@@ -290,6 +290,8 @@ def test_bench_measures_on_the_ranks_of_torchrun() -> None:
     arguments = ["bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json"]
     (first, logged), (second, _) = run_ranks(_on_rank, *arguments)
     assert "2 ranks" in first
+    assert "Fastest for this module on this network: " in first
+    assert "class_path: lightning_ddp_hooks.DDPHooksStrategy" in first
     assert not second
     # Of each fit nothing but warnings, so that the table is not buried.
     assert logged == [*["a warning of the module"] * len(hooks), "again as before"]
@@ -307,6 +309,7 @@ def test_doctor_examines_this_machine_and_its_ranks() -> None:
     for expected in ("versions python", "messages each rank reaches each other one (gloo)", "ranks 2 on 1 host(s)"):
         assert any(subject.startswith(expected) for subject in subjects), text
     assert "clocks" in text
+    assert "GB of shared memory free" in text
     assert "bit/s, " in text
 
 
