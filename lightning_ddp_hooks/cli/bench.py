@@ -23,6 +23,7 @@ from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import StepCallback, train
 from lightning_ddp_hooks.cli.target import Target
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
+from lightning_ddp_hooks.reducer.config import DEFAULT_CAP_MB
 
 DESCRIPTION = """\
 Measure a training step of your LightningModule with each communication hook.
@@ -137,6 +138,10 @@ def _show(seconds: dict[str, list[float]], args: argparse.Namespace, world_size:
         rows.append((name, ms_text(best[name]), ratio, rounds, CANDIDATES[name].effect))
     what = f"{world_size} ranks, buckets of {args.bucket_cap_mb:g} MB, {args.steps} steps"
     print(f"{what}, {args.rounds} round(s) of which the best one counts\n")
-    print(align(rows, right=(1, 2)), flush=True)
+    print(align(rows, right=(1, 2)))
+    fastest, caps = min(best, key=best.__getitem__), args.bucket_cap_mb
+    print(f"\nFastest for this module on this network: {fastest}. It changes {CANDIDATES[fastest].effect}.\n")
+    averages = CANDIDATES[fastest].averager is not None
+    print(CANDIDATES[fastest].yaml(None if averages or caps == DEFAULT_CAP_MB else caps), flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps({"world_size": world_size, "seconds": seconds}, indent=1))

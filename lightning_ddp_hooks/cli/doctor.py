@@ -6,8 +6,10 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import shutil
 import socket
 import time
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ Check an environment: versions, backends, whether ranks reach each other, their 
 The exit status is 1 if something fails, and 0 if there are only warnings.
 """
 
+_LITTLE_SPACE = 1e9  # bytes
 _WITHDRAWN = ("2.6.2", "2.6.3")
 _SHOWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS")
 
@@ -129,12 +132,13 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
         hosts = comm.all_gather_object(socket.gethostname(), control)
         names = dict.fromkeys(hosts)
         everyone = comm.all_gather_object({**versions(), "native": str(build.is_built())}, control)
+        facts = dict(zip(hosts, comm.all_gather_object(_host_facts(), control), strict=True))
         findings = [
             Finding("ok", "ranks", f"{len(hosts)} on {len(names)} host(s): {', '.join(names)}"),
             _same_versions(everyone),
             _every_pair(group, device, control),
             _clocks(control),
-            *_restarts(),
+            *(_host_finding(host, *found) for host, found in facts.items()),
         ]
     finally:
         comm.destroy_group(control)
@@ -145,15 +149,21 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
     return [*findings, Finding("warn" if slow else "ok", "link", f"{speed}{hint}")]
 
 
-def _restarts() -> list[Finding]:
-    """Check what `torchrun --max-restarts` needs to find the ranks again."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
-        return []
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    if os.environ.get(name) == "1":
-        return [Finding("ok", "restarts", f"{name}=1: each attempt has a store of its own")]
-    text = f"with --max-restarts set {name}=1 for torchrun: else gloo often cannot connect the ranks a second time"
-    return [Finding("warn", "restarts", text)]
+def _host_facts() -> tuple[bool, int, int]:
+    """Return what a host has: the native build, and free bytes of shared memory and of the working directory's disk."""
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    return build.is_built(), shared, shutil.disk_usage(Path.cwd()).free
+
+
+def _host_finding(host: str, native: bool, shared: int, disk: int) -> Finding:
+    parts = [
+        "native reducer" if native else "no native reducer",
+        f"{shared / 1e9:.1f} GB of shared memory free",
+        f"{disk / 1e9:.1f} GB of disk free in the working directory",
+    ]
+    # Workers of data loaders pass batches through shared memory; a checkpoint needs room twice while it is written.
+    enough = shared >= _LITTLE_SPACE and disk >= _LITTLE_SPACE
+    return Finding("ok" if enough else "warn", f"host {host}", ", ".join(parts))
 
 
 def _same_versions(everyone: list[dict[str, str]]) -> Finding:
