@@ -65,7 +65,7 @@ def device_named(
     devices = {param.device for param in module.parameters()}
     device = next(iter(devices)) if len(devices) == 1 else None
     for name, value in (("device_ids", device_ids or ()), ("output_device", output_device)):
-        named = [value] if name == "output_device" and value is not None else list(value or ())
+        named: list[Any] = [value] if name == "output_device" and value is not None else list(value or ())
         if named and (device is None or device.type == "cpu" or [_index(one) for one in named] != [device.index]):
             where = ", ".join(sorted(map(str, devices))) or "no device"
             raise ValueError(
