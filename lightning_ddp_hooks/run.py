@@ -162,6 +162,8 @@ class TrainingRun:
             self.reducer.sync = self.averaging.syncs_gradients()
             self.reducer.buffers.each_keeps_its_own = not self.averaging.broadcasts_buffers()
             self.reducer.skip_step = False  # nobody says so while gradients are not exchanged
+            if not self.reducer.sync:
+                self.reducer.release_buckets()
 
     def before_forward(self, buffers_from: int = 0) -> None:
         """Prepare for the user's forward; collective where buffers are refreshed, from those of a rank."""

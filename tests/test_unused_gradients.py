@@ -1,6 +1,7 @@
 """What nobody uses costs nothing: undefined gradients, embeddings that are never used, memory of buckets."""
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -169,6 +170,36 @@ def test_a_run_that_reduces_nothing_has_no_buckets(backend: str) -> None:
         assert at_first < _SLACK
         assert gradients <= unsynced < gradients + _SLACK
         assert gradients <= synced < gradients + _SLACK  # the gradients lie in the buckets
+
+
+def _released(backend: str, views: bool) -> tuple[list[int], list[Tensor]]:
+    net, found = _Deep(), []
+    torch.manual_seed(dist.get_rank())
+    wrapped = ldh.DataParallel(net, reducer_backend=backend, gradient_as_bucket_view=views)  # type: ignore[arg-type]
+    gradients: list[Tensor] = []
+    for step in range(8):
+        rests = step in (3, 4, 5)
+        if rests:
+            wrapped.reducer.release_buckets()
+        if step != 4:  # there gradients of an earlier step lie where buckets were
+            net.zero_grad()
+        with wrapped.no_sync() if rests else nullcontext():
+            wrapped(torch.randn(2, _WIDTH)).square().mean().backward()
+        found.append(_held(net) - sum(gradient.nbytes for gradient in gradients))
+        if not rests:
+            gradients.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
+    return found, gradients
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_buckets_are_released_while_nothing_is_reduced(backend: str, views: bool) -> None:
+    (held, gradients), (_, others) = run_ranks(_released, backend, views)
+    size = _LAYERS * _LAYER_BYTES
+    copies = 0 if views else size
+    for step, found in enumerate(held):
+        assert found < size + _SLACK + (0 if step in (3, 4, 5) else copies), step
+    for one, other in zip(gradients, others, strict=True):
+        assert torch.equal(one, other)
 
 
 def _half(backend: str, settings: dict[str, Any], clears: bool) -> int:

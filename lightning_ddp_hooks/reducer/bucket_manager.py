@@ -181,6 +181,13 @@ class BucketManager:
         in_flight.use_buckets(buckets, names, expected)
         in_flight.apply_divisor()
 
+    def release(self) -> None:
+        """Leave the memory to the gradients that lie in it, and make the buckets anew when they are needed."""
+        if self._in_flight.buckets:
+            self.planned = self.layouts()
+            self._in_flight.use_buckets([], (), self.recorder.expected)
+            self._pool.forget()
+
     def facts(self) -> dict[str, object]:
         """Return what `Reducer.stats` says about settings and buckets."""
         config, params, recorder = self._config, self._parameters.params, self.recorder

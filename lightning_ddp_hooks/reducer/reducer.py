@@ -187,6 +187,11 @@ class Reducer(SyncedBackwards):
         finally:
             self.sync = before
 
+    def release_buckets(self) -> None:
+        """Keep no memory for buckets until gradients are reduced again; between two backwards."""
+        if not self._engine.active:
+            self._manager.release()
+
     def before_forward(self, buffers_from: int = 0) -> None:
         """Finish what an earlier backward left behind, and refresh buffers; before each forward."""
         self.finalize_pending_backward(before_forward=True)
