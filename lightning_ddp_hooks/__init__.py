@@ -47,4 +47,4 @@ def _register() -> None:
 
 _compat.when_imported("lightning", _register)
 for _package in ("pytorch_lightning", "lightning_fabric"):
-    _compat.refuse_in_standalone_package("ddp_hooks", _package)  # type: ignore[arg-type]
+    _compat.refuse_in_standalone_package("ddp_hooks", _package)

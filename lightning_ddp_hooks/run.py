@@ -235,12 +235,12 @@ class TrainingRun:
         """The training step that comes next."""
         return self.reducer.synced_backwards if self._step is None else self._step
 
-    def _coming_step(self) -> int:
-        return self.step
-
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
+
+    def _coming_step(self) -> int:
+        return self.step
 
     @contextmanager
     def stepping(self, optimizer: Optimizer | None = None) -> Iterator[None]:
