@@ -124,7 +124,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise TypeError(f"Expected a torch.nn.Module, got {type(module).__name__}.")
         self._moves_to = device_named(module, device_ids, output_device)
         process_group = group_from(process_group, device_mesh)
-        given["bucket_cap_mb"] = DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+        if given["bucket_cap_mb"] is None:
+            given["bucket_cap_mb"] = DEFAULT_CAP_MB
         given["broadcast_buffers"] = broadcast_buffers or forward_sync_buffers is not None
         super().__init__()
         settings = Settings.from_arguments("DistributedDataParallel", given, timeout=None)

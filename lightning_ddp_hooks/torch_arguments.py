@@ -64,8 +64,11 @@ def device_named(
         return None
     devices = {param.device for param in module.parameters()}
     device = next(iter(devices)) if len(devices) == 1 else None
-    for name, value in (("device_ids", device_ids or ()), ("output_device", output_device)):
-        named: list[Any] = [value] if name == "output_device" and value is not None else list(value or ())
+    outputs = () if output_device is None else (output_device,)
+    for name, value, named in (
+        ("device_ids", device_ids, device_ids or ()),
+        ("output_device", output_device, outputs),
+    ):
         if named and (device is None or device.type == "cpu" or [_index(one) for one in named] != [device.index]):
             where = ", ".join(sorted(map(str, devices))) or "no device"
             raise ValueError(
