@@ -308,8 +308,16 @@ class ReadsRate(WritesRate):
                 param.mul_(1 - rate)
 
 
+def _without_rate(params: Any) -> Optimizer:
+    optimizer = WritesRate(params, lr=0.01)
+    for group in optimizer.param_groups:
+        group["lr"] = None
+    return optimizer
+
+
 def test_a_value_that_is_only_written_couples_nothing() -> None:
     assert _fit(lambda params: WritesRate(params, lr=0.01)).advances
+    assert _fit(_without_rate).advances
     with pytest.raises(ValueError, match="depends on other parameters"):
         _fit(lambda params: ReadsRate(params, lr=0.01))
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Set
 from functools import cache
 from typing import Any
 
@@ -98,8 +98,7 @@ def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
             apart = _Trial(optimizer, apart=True, advances=whole.advances)
             crosses = whole.moved_otherwise(apart)
             # A value that is only written, such as the rate of the parameter that came last, couples nothing.
-            written = () if crosses else whole.differing_values(apart)
-            if written:
+            if not crosses and (written := whole.differing_values(apart)):
                 crosses = whole.differs_from(_Trial(optimizer, advances=whole.advances, spoils=written))
         except _NoTrialError:
             return True, True
@@ -116,7 +115,7 @@ class _Trial:
         seed: int = 1,
         apart: bool = False,
         advances: bool = True,
-        spoils: Collection[str] = (),  # values that are overwritten before each step
+        spoils: Set[str] = frozenset(),  # values that are overwritten before each step
     ) -> None:
         try:
             clone, params = _small_copy(optimizer)
@@ -129,7 +128,8 @@ class _Trial:
             torch.manual_seed(seed)
             for number in range(_STEPS):
                 for values in (vars(clone), *clone.param_groups) if spoils else ():
-                    values.update((name, 2.0 * values[name] + 1.0) for name in spoils if name in values)
+                    for name in values.keys() & spoils:
+                        values[name] = 1.0 if values[name] is None else 2.0 * values[name] + 1.0
                 for index, param in enumerate(params):
                     # Of different sizes over parameters and steps, so that whatever couples parameters shows.
                     scale = (0.1, 1.0, 1e4)[(index + number) % 3]
