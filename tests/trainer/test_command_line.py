@@ -109,7 +109,7 @@ def test_help_lists_what_is_public_and_nothing_else(base: type) -> None:
     classes = [cls for cls in HOOKS + AVERAGERS if issubclass(cls, base)]
     parser = ArgumentParser()
     parser.add_argument("--it", type=base)
-    listed = re.sub(r"\s", "", parser.format_help().partition("known subclasses:")[2])
+    listed = re.sub(r"\s", "", parser.format_help()).partition("knownsubclasses:")[2]
     paths = set(re.findall(r"lightning_ddp_hooks\.(?:\w+\.)*\w+", listed))
     assert paths == {f"lightning_ddp_hooks.{where}.{cls.__name__}" for cls in classes}
 

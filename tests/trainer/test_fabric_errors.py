@@ -77,6 +77,7 @@ def test_it_takes_the_trainers_strategys_arguments_where_fabric_has_what_they_ne
     assert trainers - ours == {
         "precision_plugin",  # Fabric calls it `precision`
         "average_before_eval",  # evaluation is the user's: `averaged_model`
+        "accumulation",  # its windows are the user's
         "gradient_weighting",  # neither batches nor losses pass through the strategy
         "skip_missing_loss",
         "check_logged_values",
