@@ -229,7 +229,7 @@ def _check_interval(value: object) -> None:
 _CHECKS: dict[str, Callable[[object], None]] = {
     "timeout": _check_timeout,
     "failure_timeout": partial(_check_seconds, "failure_timeout", "no reports"),
-    "stall_timeout": partial(_check_seconds, "stall_timeout", "as long as `failure_timeout`"),
+    "stall_timeout": partial(_check_seconds, "stall_timeout", "ten minutes"),
     "check_replicas_every_n_steps": _check_interval,
     "process_group_backend": _check_backend_name,
 }

@@ -29,6 +29,7 @@ from lightning_ddp_hooks.health.stacks import files_text, line_of, write_stacks
 _MISSED = 4
 # Factor on the timeout while data are read and models built, in calls that may let no other thread run for long.
 _PATIENCE = 10
+_LONG_WORK_S = 600.0  # one rank alone may well evaluate or write for minutes while the others wait
 EXIT_CODE = 70
 
 
@@ -42,7 +43,7 @@ class FailureDetector:
             this rank's main thread has to come back once another rank has said that it failed.
         exit_process: Ends the process if the main thread does not come back.
         stall_timeout: Seconds that a rank may go without progress while others wait for its gradients; by default
-            as ``timeout``.
+            ten minutes, or ``timeout`` if that is longer.
         patient: Whether a rank may be silent ten times as long; can be changed at any time.
         likely_cause: Returns why ranks may be at different places though none has failed.
     """
@@ -66,7 +67,7 @@ class FailureDetector:
         self._world_size = world_size
         self._progress = progress
         self._timeout = timeout
-        self._stall_timeout = stall_timeout or timeout
+        self._stall_timeout = stall_timeout or max(timeout, _LONG_WORK_S)
         self._main_thread = threading.get_ident()
         self._period = min(1.0, timeout / 6)
         self._brief = _MISSED * self._period

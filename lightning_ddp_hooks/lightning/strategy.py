@@ -90,8 +90,8 @@ class DDPHooksStrategy(DDPStrategy):
             while others wait for it, they end with an error that names it, its own error if it could still tell, and
             where they stood; a process that is stuck in a collective of gloo exits.
         stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all end
-            and tell the line of its code; by default as ``failure_timeout``. Set it where some rank alone has work that
-            takes longer.
+            and tell the line of its code; by default ten minutes, or ``failure_timeout`` if that is longer. Set it where
+            some rank alone has work that takes longer.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.

@@ -362,7 +362,7 @@ class PartedWays(Net):
 
 def _hang(module_class: type[LightningModule], folder: str, settings: dict[str, Any]) -> None:
     os.chdir(folder)
-    _fit(module_class, {**settings, "timeout": timedelta(seconds=60)}, {})
+    _fit(module_class, {**settings, "timeout": timedelta(seconds=60), "stall_timeout": 2}, {})
 
 
 @pytest.mark.parametrize(
