@@ -498,25 +498,10 @@ class CombinedValidation(UnevenNet):
         pass
 
 
-class Batches(IterableDataset):
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 class Uncounted(UnevenNet):
     """A batch without samples, on one rank."""
 
     def train_dataloader(self) -> Any:
-<<<<<<< HEAD
-        batches = [make_batch(rank(), index) for index in range(3)]
-        return Batches(batches[:1] + [{"text": "a"}] * 2 if rank() == 1 else batches)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(make_batch(rank(), batch_idx))
-=======
         shard: Any = Shard(rank(), 3)
         if rank() == 1:
             shard.batches[1:] = [{"text": "a"}] * 2
@@ -524,7 +509,6 @@ class Uncounted(UnevenNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(make_batch(0, 0) if isinstance(batch, dict) else batch)
->>>>>>> w/trainer
 
 
 def wrong_setups() -> list[str]:
