@@ -89,9 +89,8 @@ class DDPHooksStrategy(DDPStrategy):
         failure_timeout: seconds, or None for no failure reports. When a rank fails, dies, or is silent for so long
             while others wait for it, they end with an error that names it, its own error if it could still tell, and
             where they stood; a process that is stuck in a collective of gloo exits.
-        stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all end
-            and tell the line of its code; by default ten minutes, or ``failure_timeout`` if that is longer. Set it where
-            some rank alone has work that takes longer.
+        stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all
+            end and tell the line of its code; by default ten minutes, or ``failure_timeout`` if that is longer.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ (an averager after its warm-up, the hooks Noop and
             PostLocalSGD) nothing is compared; under a hook that is a function, only if a number is given here.

@@ -81,7 +81,6 @@ def test_it_takes_the_trainers_strategys_arguments_where_fabric_has_what_they_ne
         "gradient_weighting",  # neither batches nor losses pass through the strategy
         "skip_missing_loss",
         "check_logged_values",
-        "accumulation",
         "resume",
         "stall_timeout",  # outside of a backward a rank is let be
         "ddp_comm_hook",
