@@ -98,7 +98,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         *,
         process_group: comm.ProcessGroup | None = None,
         comm_hook: HookLike | None = None,
-        bucket_cap_mb: float | Literal["auto"] | None = 25,
+        bucket_cap_mb: float | Literal["auto"] = 25,
         first_bucket_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,

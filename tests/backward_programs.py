@@ -224,6 +224,7 @@ def outcome(program: Program, subject: str) -> list[list[Tensor | None]] | str:
     """Run a program on this rank; return the gradients after each operation, or what went wrong."""
     found = []
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # an evaluation
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")  # by stock DDP
     try:
         machine = _Machine(program, subject)
         for op in program.ops:
@@ -245,7 +246,8 @@ def differences(programs: Sequence[Program], subjects: Sequence[str]) -> list[st
         for subject in ("stock", *subjects) if program.stock else subjects:
             found = outcome(program, subject)
             if isinstance(found, str) or isinstance(wanted, str):
-                return [*texts, f"{program}\n{found if isinstance(found, str) else wanted}"]
+                # At once: the other rank may be waiting for this one.
+                raise RuntimeError(f"{program}\n{found if isinstance(found, str) else wanted}")
             for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
                 off = [i for i, pair in enumerate(zip(a, b, strict=True)) if not _same(*pair)]
                 if off:

@@ -104,10 +104,12 @@ def test_views_have_the_parameters_shape_and_strides_and_lie_in_the_buffer(param
     assert view.shape == param.shape
     if param.is_contiguous() or param.numel() == param.untyped_storage().nbytes() // param.element_size():
         assert view.stride() == param.stride()
+    assert bucket.status_slot is not None
+    for memory in (bucket.buffer, bucket.status_slot):
+        memory.zero_()  # it is not cleared when it is made
     view.fill_(1)
     real = 2 if param.is_complex() else 1
     assert int(bucket.buffer.count_nonzero()) == param.numel()
     assert bucket.buffer.numel() == (3 + param.numel()) * real
-    assert bucket.status_slot is not None
     assert bucket.status_slot.tolist() == [0, 0]
     view.detach_()  # what zero_grad(set_to_none=False) does; raises on tracked views

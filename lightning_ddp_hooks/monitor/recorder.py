@@ -50,7 +50,10 @@ class _RecordedBucket:
         clock.when_done(work, note_done)
 
     def timing(self, clock: Clock) -> BucketTiming:
-        seen = [meeting for meeting in self.meetings if len(meeting) == 2]
+        done = _first_known(self.done, self.launched)
+        # Of one whose end was told too late it is known that it was over when the hook went on.
+        ends = [*(posted for posted, *_ in self.meetings[1:]), done]
+        seen = [(posted, *met, end)[:2] for (posted, *met), end in zip(self.meetings, ends, strict=True)]
         return BucketTiming(
             index=self.index,
             names=self.names,
@@ -58,7 +61,7 @@ class _RecordedBucket:
             sent_bytes=self.sent.sent,
             ready=clock.seconds(self.ready),
             launched=clock.seconds(self.launched),
-            done=clock.seconds(_first_known(self.done, self.launched)),
+            done=clock.seconds(done),
             error=None if self.error is None else float(self.error),
             meetings=tuple((clock.seconds(posted), clock.seconds(met)) for posted, met in seen),
         )
