@@ -68,6 +68,7 @@ class FakeTask:
     def __init__(self, *, finished: bool = False) -> None:
         self.finished = finished
         self.collective: object | None = None if finished else object()
+        self.stages = 0 if finished else 1
         self.on_collective: Callable[[object], None] | None = None
         self.on_finished: Callable[[], None] | None = None
 

@@ -174,5 +174,5 @@ def part_ways(by_world_size: bool) -> str:
 def test_ranks_that_communicate_in_different_orders_raise_at_once(by_world_size: bool) -> None:
     for text in run_ranks(part_ways, by_world_size, world_size=WORLD, timeout=30):
         assert text.startswith("Ranks announced different collectives (rank")
-        assert "a forward that begins with a broadcast of buffers of DataParallel (joinable 0)" in text
-        assert "a backward that reduces gradients of DataParallel (joinable 0)" in text
+        assert "a forward that begins with a broadcast of buffers of DistributedDataParallel (joinable 0)" in text
+        assert "a backward that reduces gradients of DistributedDataParallel (joinable 0)" in text

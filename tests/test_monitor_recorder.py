@@ -74,7 +74,7 @@ def test_what_lies_between_steps_is_told_apart() -> None:
 def test_of_a_hook_each_collective_is_known_also_if_it_begins_later() -> None:
     run = Watched()
     bucket, task = FakeBucket(0), FakeTask()
-    task.collective = None
+    task.collective, task.stages = None, 0
     run.at(0, "begin_step", 0)
     run.at(1, "backward_opened")
     run.launch(bucket, 2, 3, task)
@@ -86,6 +86,21 @@ def test_of_a_hook_each_collective_is_known_also_if_it_begins_later() -> None:
     run.at(8, "bucket_done", 0, bucket.buffer())
     [step] = run.at(9, "end_step")
     assert (step.buckets[0].meetings, step.buckets[0].done) == (((4.0, 6.0), (7.0, 8.0)), 8.0)
+
+
+def test_a_collective_that_is_over_within_the_launch_and_one_whose_end_is_told_late_count() -> None:
+    run = Watched()
+    bucket, task = FakeBucket(0), FakeTask()
+    task.stages = 2  # the first is over, the second in flight: its end is never told
+    run.at(0, "begin_step", 0)
+    run.at(1, "backward_opened")
+    run.launch(bucket, 2, 3, task)
+    run.clock.now = 5.0
+    assert task.on_finished is not None
+    task.on_finished()
+    run.at(6, "bucket_done", 0, bucket.buffer())
+    [step] = run.at(9, "end_step")
+    assert step.buckets[0].meetings == ((3.0, 3.0), (3.0, 5.0))
 
 
 @pytest.mark.parametrize(("second_tells", "done"), [(True, 6.5), (False, 8)])

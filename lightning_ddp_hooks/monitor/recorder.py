@@ -53,7 +53,7 @@ class _RecordedBucket:
         done = _first_known(self.done, self.launched)
         # Of one whose end was told too late it is known that it was over when the hook went on.
         ends = [*(posted for posted, *_ in self.meetings[1:]), done]
-        seen = [(posted, *met, end)[:2] for (posted, *met), end in zip(self.meetings, ends, strict=True)]
+        seen = [(posted, *met, end)[:2] for (posted, *met), end in zip(self.meetings, ends, strict=False)]
         return BucketTiming(
             index=self.index,
             names=self.names,
@@ -282,6 +282,8 @@ class Recorder:
         self._restore_counting()
         if not self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
+        # What was over before its launch had ended took no time: this rank was the last to come.
+        bucket.meetings = [[bucket.launched, bucket.launched]] * (pending.stages - (pending.collective is not None))
         if pending.finished:
             bucket.done = self._clock.stamp()
             return
