@@ -530,6 +530,24 @@ def test_the_older_names_of_lightning_work_where_they_are_imported_first(tmp_pat
     assert "use `import pytorch_lightning as pl` instead of `import lightning.pytorch as pl`" in done.stdout
 
 
+OLDER_NAMES_LAST = """
+import lightning_ddp_hooks as ldh
+import pytorch_lightning as pl
+for strategy in ("ddp_hooks", ldh.DDPHooksStrategy()):
+    used = [ldh.callbacks.UnevenInputs()]
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, callbacks=used)
+    print(type(trainer.strategy).__mro__[1].__module__)
+assert "lightning" not in __import__("sys").modules
+"""
+
+
+def test_the_older_names_of_lightning_work_where_they_are_imported_after_this_package(tmp_path: Path) -> None:
+    done = run_script(OLDER_NAMES_LAST, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pytorch_lightning.strategies.ddp") == 2
+
+
 def import_standalone_package() -> list[str]:
     assert "pytorch_lightning" not in sys.modules
     with warnings.catch_warnings():
