@@ -11,17 +11,31 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 per_node=${PER_NODE:-1}
 address=127.0.0.1
-port=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')} # a free one
+# One that is free, and that the system gives nobody who asks for any port.
+port=${MASTER_PORT:-$(python - <<'PYTHON'
+import random, socket
+for port in random.sample(range(20000, 32000), 100):
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            continue
+        print(port)
+        break
+PYTHON
+)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 node() {
-    python -m torch.distributed.run --nnodes=2 --nproc-per-node="$per_node" --node-rank="$1" \
+    exec python -m torch.distributed.run --nnodes=2 --nproc-per-node="$per_node" --node-rank="$1" \
         --master-addr="$address" --master-port="$port" \
         "$here/digits.py" fit --trainer.num_nodes=2 --trainer.devices="$per_node" "${@:2}"
 }
 
 node 1 "$@" >/dev/null &
-second=$!
-trap 'kill "$second" 2>/dev/null || true' EXIT
-node 0 "$@" # its last line is the accuracy
-wait "$second"
+nodes=$!
+node 0 "$@" & # its last line is the accuracy
+nodes="$nodes $!"
+trap 'kill $nodes 2>/dev/null || true; wait' EXIT
+wait -n # if one fails, the other would wait for it
+wait -n

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,14 @@ def test_two_nodes_train_together() -> None:
     line = run_command(EXAMPLES / "two_nodes.sh", "--trainer.max_epochs=1")
 
     assert 0.3 < value(line, "test_acc") <= 1
+
+
+@pytest.mark.timeout(60)
+def test_if_one_of_two_nodes_fails_the_other_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(AssertionError, match="EADDRINUSE|in use"):
+            run_command(EXAMPLES / "two_nodes.sh", "--trainer.max_epochs=1")
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sh")), ids=lambda path: path.name)

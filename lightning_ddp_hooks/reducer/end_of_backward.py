@@ -101,13 +101,16 @@ class BackwardEnd:
         return engine.complete and not (self._manager.sparse and engine.unready())
 
     @property
-    def would_raise(self) -> bool:
-        """Whether the backward could not end here and now, since this rank misses the gradient of a parameter."""
+    def lacks_gradients(self) -> bool:
+        """Whether the backward has not brought all gradients that it must bring.
+
+        What was accumulated before it does not count, which may be other parameters on other ranks.
+        """
         engine, recorder = self._manager.engine, self._manager.recorder
         if self._policy is not UnusedPolicy.FORBIDDEN or (self._static_graph and engine.recording):
             return False
-        used, params = engine.used(), self._parameters.params
-        return any(not used[i] and params[i].requires_grad for i in engine.unready() if i not in recorder.dropped)
+        params = self._parameters.params
+        return any(params[i].requires_grad for i in engine.unready() if i not in recorder.dropped)
 
     @property
     def _absent(self) -> bool:

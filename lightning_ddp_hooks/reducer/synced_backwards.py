@@ -150,7 +150,7 @@ class SyncedBackwards:
         elif not self._window_open:
             if not through_outputs and _compat.backward_is_nested():
                 return True
-            if self._outputs.more_may_come and self._end.would_raise:
+            if self._outputs.more_may_come and self._end.lacks_gradients:
                 self._stay_open()
             else:
                 self._finish()

@@ -17,7 +17,7 @@ constexpr int kCountBits = 24;
 constexpr uint64_t kCountMask = (uint64_t{1} << kCountBits) - 1;
 constexpr auto kSlice = std::chrono::milliseconds(50);  // of sleep, between looks at whether the peers are alive
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr auto kGrace = std::chrono::seconds(2);  // for a piece that some rank is at, after another's process has ended
+constexpr auto kGrace = std::chrono::seconds(2);  // for what some rank is at, after another's process has ended
 
 using Word = std::atomic<uint64_t>;
 static_assert(Word::is_always_lock_free, "processes share these");
@@ -304,7 +304,12 @@ void Board::fail(const std::string& reason) {
 }
 
 void Board::raise_if_failed() const {
-  if (const auto failed = header_.failed.load(std::memory_order_acquire)) {
+  auto failed = header_.failed.load(std::memory_order_acquire);
+  for (const auto began = Clock::now(); failed == 1 && Clock::now() < began + kGrace;) {  // the reason is being written
+    sched_yield();
+    failed = header_.failed.load(std::memory_order_acquire);
+  }
+  if (failed != 0) {
     throw Failure(failed == 2 ? header_.reason : "another rank has failed");
   }
 }
