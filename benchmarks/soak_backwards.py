@@ -34,6 +34,7 @@ def main() -> None:
         max_examples=args.batches,
         deadline=None,
         database=None,
+        derandomize=False,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
+
+# The same draws in each run; what draws new ones for hours lives in benchmarks/soak_*.py.
+settings.register_profile("suite", derandomize=True, database=None)
+settings.load_profile("suite")
 
 # Cheapest first, so that a broken build says so within seconds. Tests without one of these marks are pure.
 _COST = {"ranks": 1, "trainer": 2, "gpu": 3, "examples": 4}

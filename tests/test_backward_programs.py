@@ -23,7 +23,6 @@ def check(batch: Sequence[Program], subjects: Sequence[str], world_size: int = 2
 @settings(
     max_examples=2,
     deadline=None,
-    database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
     verbosity=Verbosity.quiet,  # what fails is named by itself, not with its whole batch

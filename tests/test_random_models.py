@@ -41,7 +41,6 @@ def check_batch(batch: list[Spec], world_size: int, backend: str) -> None:
 @settings(
     max_examples=3,
     deadline=None,
-    database=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
