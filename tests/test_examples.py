@@ -162,7 +162,7 @@ def test_two_nodes_train_together() -> None:
 def test_if_one_of_two_nodes_fails_the_other_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(AssertionError, match="EADDRINUSE|in use"):
+        with pytest.raises(AssertionError, match="in use"):
             run_command(EXAMPLES / "two_nodes.sh", "--trainer.max_epochs=1")
 
 
