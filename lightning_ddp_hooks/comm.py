@@ -132,9 +132,12 @@ def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
     return device.type != "cpu" and _compat.backend_for(group, device) != "gloo"
 
 
-def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
+def new_group(
+    parent: ProcessGroup, *, cpu: bool = False, backend: str | None = None, timeout: timedelta | None = None
+) -> ProcessGroup:
     """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all of them."""
-    backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
+    if backend is None:
+        backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
     return _make(global_ranks(parent), backend, timeout or timeout_of(parent))
 
 

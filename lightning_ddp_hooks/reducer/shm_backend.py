@@ -1,13 +1,26 @@
-"""The process group backend ``shm``: collectives on the CPU between ranks of one host, through memory they share."""
+"""The process group backend ``shm``: collectives on the CPU between ranks of one host, through memory they share.
+
+A Trainer or Fabric whose user has named no backend makes its world of gloo, which takes what users send themselves, and
+lets a run's gradients go through memory where all ranks can reach each other's (`group_of_neighbors`).
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.reducer.native import build
+
+_log = logging.getLogger(__name__)
+
+# Worlds whose users have named no backend -> their ranks as a group of this backend, once one was asked for.
+_worlds: WeakKeyDictionary[comm.ProcessGroup, comm.ProcessGroup | None] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -25,3 +38,45 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         store.set(f"card/{rank}", f"{error}\0")  # what the others wait for (rendezvous.cpp): they raise as well
         raise RuntimeError(f"shm backend: {error}") from error
     return native.make_shm_backend(store, rank, size, timeout)
+
+
+def make_world(make: Callable[[], object], *, named: bool) -> None:
+    """Make the default group, if there is none; unless its backend is ``named``, gradients may take another one."""
+    exists = comm.is_initialized()
+    make()
+    if not (exists or named) and comm.is_initialized():
+        _worlds[comm.resolve_group(None)] = None
+
+
+def group_of_neighbors(timeout: timedelta | None = None) -> comm.ProcessGroup | None:
+    """Return the ranks of the world as a group that talks through memory; None if they cannot, or are not to.
+
+    Collective. That a host is the same is shown by a file that each rank opens, not by names; what is compared before
+    only saves the attempt.
+    """
+    if not comm.is_initialized() or (world := comm.resolve_group(None)) not in _worlds or comm.world_size() == 1:
+        return None
+    if comm.backend_name(world) != "gloo":
+        return None
+    if (group := _worlds[world]) is None:
+        everyone = comm.all_gather_object((build.is_built(), _boot()), world)
+        if not all(built for built, _ in everyone):
+            _log.info("Ranks talk over gloo: the native library, which lets them talk through memory, is not built.")
+        elif len({boot for _, boot in everyone}) > 1:
+            _log.info("Ranks talk over gloo: they are on several hosts.")
+        else:
+            try:
+                group = _worlds[world] = comm.new_group(world, backend="shm", timeout=timeout)
+            except RuntimeError as error:  # on all ranks
+                del _worlds[world]
+                if comm.rank() == 0:
+                    _log.warning("Ranks talk over gloo, since they cannot share memory: %s", error)
+    return group
+
+
+def _boot() -> str | None:
+    """Return what tells one start of one machine from all others; containers of a host have it in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
