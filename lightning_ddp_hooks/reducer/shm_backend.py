@@ -7,8 +7,10 @@ lets a run's gradients go through memory where all ranks can reach each other's 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,16 +56,15 @@ def group_of_neighbors(timeout: timedelta | None = None) -> comm.ProcessGroup | 
     Collective. That a host is the same is shown by a file that each rank opens, not by names; what is compared before
     only saves the attempt.
     """
-    if not comm.is_initialized() or (world := comm.resolve_group(None)) not in _worlds or comm.world_size() == 1:
+    if not _may_choose() or comm.world_size() == 1:
         return None
-    if comm.backend_name(world) != "gloo":
-        return None
+    world = comm.resolve_group(None)
     if (group := _worlds[world]) is None:
-        everyone = comm.all_gather_object((build.is_built(), _boot()), world)
-        if not all(built for built, _ in everyone):
+        places = comm.all_gather_object(_place(), world)
+        if None in places:
             _log.info("Ranks talk over gloo: the native library, which lets them talk through memory, is not built.")
-        elif len({boot for _, boot in everyone}) > 1:
-            _log.info("Ranks talk over gloo: they are on several hosts.")
+        elif len(set(places)) > 1:
+            _log.info("Ranks talk over gloo: they are on several hosts, in several containers, or several users'.")
         else:
             try:
                 group = _worlds[world] = comm.new_group(world, backend="shm", timeout=timeout)
@@ -74,9 +75,30 @@ def group_of_neighbors(timeout: timedelta | None = None) -> comm.ProcessGroup | 
     return group
 
 
-def _boot() -> str | None:
-    """Return what tells one start of one machine from all others; containers of a host have it in common."""
+def split_group(
+    parent: comm.ProcessGroup, parts: Sequence[Sequence[int]], *, timeout: timedelta | None = None
+) -> comm.ProcessGroup:
+    """Split ``parent`` as `comm.split_group` does; parts that lie on one host each talk through memory, if they may."""
+    backend = None
+    if _may_choose() and comm.backend_name(parent) == "gloo":
+        places = comm.all_gather_object(_place(), parent)
+        if None not in places and all(len({places[rank] for rank in part}) == 1 for part in parts):
+            backend = "shm"
+    return comm.split_group(parent, parts, backend=backend, timeout=timeout)
+
+
+def _may_choose() -> bool:
+    """Tell whether nobody has named a backend for the world, so that gloo is only the default."""
+    world = comm.resolve_group(None) if comm.is_initialized() else None
+    return world in _worlds and comm.backend_name(world) == "gloo"
+
+
+def _place() -> tuple[object, ...] | None:
+    """Return what processes that can share memory have in common; None without the library."""
+    if not build.is_built() or sys.platform != "linux":
+        return None
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return boot, socket.gethostname(), os.getuid(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return None
