@@ -387,18 +387,17 @@ def torchs_names() -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing torch.distributed.optim
-def test_the_table_of_names_has_all_of_torchs_and_lightnings_and_ours_exist() -> None:
-    text = (ROOT / "docs" / "names.md").read_text()
+def test_the_tables_of_names_have_all_of_torchs_and_lightnings_and_ours_exist() -> None:
+    text = (ROOT / "docs" / "migrate.md").read_text()
     missing = [name for name in sorted(torchs_names()) if not re.search(rf"\b{name}\b", text)]
     assert not missing
     for part, name in re.findall(r"`(hooks|optim|averaging|join|callbacks)\.(\w+)", text):
         assert hasattr(getattr(lightning_ddp_hooks, part), name), f"{part}.{name}"
 
 
-def test_pages_that_list_short_names_have_them_all() -> None:
-    for page in ("hooks.md", "start.md"):
-        text = (ROOT / "docs" / page).read_text()
-        assert [name for name in SHORT_NAMES if f"`{name}`" not in text] == []
+def test_the_page_of_hooks_lists_all_short_names() -> None:
+    text = (ROOT / "docs" / "hooks.md").read_text()
+    assert [name for name in SHORT_NAMES if f"`{name}`" not in text] == []
 
 
 def test_commands_are_all_described() -> None:
