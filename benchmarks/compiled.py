@@ -1,6 +1,6 @@
 """Step time of compiled models: this package's DataParallel beside torch's DDP, over loopback or a slower link.
 
-Both split compiled graphs where buckets end, so that buckets are sent while the backward goes on (docs/reducer.md).
+Both split compiled graphs where buckets end, so that buckets are sent while the backward goes on (docs/internals.md).
 Further variants split at other sizes, or not at all. All live in the same processes and take turns, as in step_time.py,
 whose statistic and check of weights this is; graphs that are split elsewhere may differ in the last bits.
 

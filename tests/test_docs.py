@@ -5,6 +5,7 @@ Each page's Python blocks run one after the other, as a reader would paste them:
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import io
 import os
@@ -36,6 +37,7 @@ from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 
 
 def name_of(page: Path) -> str:
@@ -250,7 +252,7 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-COMMANDS = [(page, words) for page in pages_with("bash") for words in commands(page)]
+COMMANDS = [(page, words) for page in [*PAGES, *RESULTS] for words in commands(page)]
 
 
 def test_commands_of_the_package_parse() -> None:
@@ -320,15 +322,29 @@ def test_scripts_that_are_named_exist_and_know_their_flags() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    for page in PAGES:
-        for path in re.findall(r"\b(?:examples|benchmarks|docs)/[\w./-]+\.\w+", page.read_text()):
+    for page in [*PAGES, *RESULTS]:
+        for path in re.findall(r"(?<![\w/])(?:examples|benchmarks|docs)/[\w./-]+\.\w+", page.read_text()):
             assert (ROOT / path).exists(), f"{name_of(page)}: {path}"
 
 
 # ---------------------------------------------------------------------- links, navigation, names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize(("script", "made", "page"), [("make_versions", "table_in", "versions.md"), ("make_headline", "headline", "headline.svg")])
+def test_what_a_script_makes_is_as_it_makes_it(script: str, made: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+    text = (ROOT / "docs" / page).read_text()
+    assert getattr(importlib.import_module(script), made)(text) == text, f"run `python docs/{script}.py`"
+
+
+def test_results_that_are_named_are_there() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    named = set(re.findall(r"`(?:benchmarks/results/)?(\w+\.md)`", text))
+    assert named <= {page.name for page in RESULTS}
+    assert named >= {page.name for page in RESULTS} - {"redesign.md"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name_of)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http:", "https:")):
@@ -387,18 +403,17 @@ def torchs_names() -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing torch.distributed.optim
-def test_the_table_of_names_has_all_of_torchs_and_lightnings_and_ours_exist() -> None:
-    text = (ROOT / "docs" / "names.md").read_text()
+def test_the_tables_of_names_have_all_of_torchs_and_lightnings_and_ours_exist() -> None:
+    text = (ROOT / "docs" / "migrate.md").read_text()
     missing = [name for name in sorted(torchs_names()) if not re.search(rf"\b{name}\b", text)]
     assert not missing
     for part, name in re.findall(r"`(hooks|optim|averaging|join|callbacks)\.(\w+)", text):
         assert hasattr(getattr(lightning_ddp_hooks, part), name), f"{part}.{name}"
 
 
-def test_pages_that_list_short_names_have_them_all() -> None:
-    for page in ("hooks.md", "start.md"):
-        text = (ROOT / "docs" / page).read_text()
-        assert [name for name in SHORT_NAMES if f"`{name}`" not in text] == []
+def test_the_page_of_hooks_lists_all_short_names() -> None:
+    text = (ROOT / "docs" / "hooks.md").read_text()
+    assert [name for name in SHORT_NAMES if f"`{name}`" not in text] == []
 
 
 def test_commands_are_all_described() -> None:

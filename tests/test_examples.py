@@ -179,3 +179,20 @@ def test_the_flags_of_the_slurm_script_are_known() -> None:
 
     assert "num_nodes: 2" in printed
     assert "bucket_cap_mb: auto" in printed
+
+
+NOTEBOOK = """
+import json, sys
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec("".join(cell["source"]).replace("max_epochs=5", "max_epochs=1"))
+"""
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    last = run_command(sys.executable, "-c", NOTEBOOK, EXAMPLES / "hooks.ipynb")
+
+    name, sent = re.fullmatch(r"(\w+) +accuracy 0\.\d+  sent +([\d.]+) kB a step", last).groups()
+    assert name == "PowerSGD"
+    assert 0 < float(sent) < 340.0  # what all-reduce sends of 85,002 parameters

@@ -172,7 +172,7 @@ def _others(endings: list[Ended], victim: int) -> list[Ended]:
     for ended in others:
         assert ended.code in (1, EXIT_CODE), ended
         assert ended.seconds < SOON, ended
-    print("seconds:", max(ended.seconds for ended in others))  # for the table in docs/reliability.md
+    print("seconds:", max(ended.seconds for ended in others))  # for the table in docs/failures.md
     return others
 
 
