@@ -27,7 +27,7 @@ import torch
 
 _NAME = "ldh_native"
 _HERE = Path(__file__).resolve().parent
-_FLAGS = ["-O3"]
+_FLAGS = ["-O3", "-g0"]  # setuptools asks for debug symbols, which double the time
 _FAILED = "failed"
 _BUILD_SECONDS = 1800  # longer than it takes
 _begun: list[subprocess.Popen[bytes]] = []  # they outlive this process, and nobody waits for them
