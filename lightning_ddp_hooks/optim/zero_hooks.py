@@ -16,7 +16,7 @@ from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, _StepInHook
 from lightning_ddp_hooks.optim.sharded_optimizer import ShardedOptimizer
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep
-from lightning_ddp_hooks.optim.sharding import bucket_bundles, refuse_diverging
+from lightning_ddp_hooks.optim.sharding import bucket_params, refuse_diverging
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
@@ -106,8 +106,7 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
 def _on_our_reducer(
     declare: _Declare, ddp: Any, reducer: Reducer, zero: ShardedOptimizer, settings: OptimizerInHook
 ) -> ZeroHook:
-    if not settings.shard_buckets:
-        zero.sharded_step.bundles = lambda: bucket_bundles(reducer)
+    zero.sharded_step.buckets = lambda: bucket_params(reducer)
     ending = _Ending(ddp, reducer, zero)
 
     def as_comm_hook(state: Any) -> CommHook:
