@@ -162,7 +162,8 @@ class _Trial:
         spoils: Set[str] = frozenset(),  # values that are overwritten before each step
     ) -> None:
         try:
-            clone, small = _small_copy(optimizer, _some_params(optimizer) if params is None else params)
+            some = _some_params(optimizer) if params is None else params
+            clone, small = _small_copy(optimizer, some, in_float32=params is not None)
             self.start = [param.detach().clone() for param in small]
             before = _facts(clone)
             stepper = PartialStepper(clone)
@@ -256,8 +257,13 @@ def _some_params(optimizer: Optimizer) -> dict[int, list[Tensor]]:
     return {position: [p for p in group["params"] if p.numel()][:2] for position, group in groups}
 
 
-def _small_copy(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) -> tuple[Optimizer, list[Tensor]]:
-    """Copy an optimizer with small parameters in the place of the chosen ones of its own, and without state."""
+def _small_copy(
+    optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]], *, in_float32: bool = False
+) -> tuple[Optimizer, list[Tensor]]:
+    """Copy an optimizer with small parameters in the place of the chosen ones of its own, and without state.
+
+    ``in_float32`` is for those of half precision, whose rounding hides a lot.
+    """
     generator = torch.Generator().manual_seed(1)
     nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32))
     memo: dict[int, Any] = {id(param): nothing for param in optimizer_params(optimizer)}
@@ -268,7 +274,8 @@ def _small_copy(optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]]) ->
         for param in its_params:
             shape = [min(size, 3) for size in param.shape]
             values = torch.randn(shape, generator=generator, dtype=torch.float32).mul_(1e-2)
-            small.append(torch.nn.Parameter(values.to(param.dtype).to(param.device)))
+            dtype = torch.float32 if in_float32 and param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+            small.append(torch.nn.Parameter(values.to(dtype).to(param.device)))
             memo[id(param)] = small[-1]
         if small:
             own = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}

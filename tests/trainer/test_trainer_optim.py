@@ -139,9 +139,9 @@ def test_the_state_is_shared_among_the_ranks() -> None:
         if not settings.shard:
             assert held == [whole] * 3, name
         else:
-            assert sum(held) == whole, name
-            whole_buckets = settings.overlap and not settings.shard_buckets  # of which there are few here
-            assert max(held) < (0.65 if whole_buckets else 0.55) * whole, name
+            counters = 4 * 8 * 3 if settings.overlap else 0  # of steps: one for each piece of a parameter
+            assert whole <= sum(held) <= whole + counters, name
+            assert max(held) < 0.55 * whole, name
 
 
 # ---------------------------------------------------------------------- situations
@@ -282,7 +282,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         (optimizer,) = trainer.optimizers
-        grads = [p.grad.clone() for p in pl_module.parameters()]
+        grads = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
         self.seen.append((trainer.global_step, [g["lr"] for g in optimizer.param_groups], grads, state_of(pl_module)))
 
 
@@ -300,11 +300,14 @@ def test_gradients_learning_rates_and_the_first_update_are_seen_as_ever() -> Non
     start = state_of(make_module(Groups))
     for name in MODES:
         assert len(seen[name]) == len(seen["plain"]) == 4
-        for (step, rates, grads, state), (step_0, rates_0, grads_0, state_0) in zip(
-            seen[name], seen["plain"], strict=True
+        for number, ((step, rates, grads, state), (step_0, rates_0, grads_0, state_0)) in enumerate(
+            zip(seen[name], seen["plain"], strict=True)
         ):
             assert (step, rates) == (step_0, rates_0)
-            assert all(map(torch.equal, grads, grads_0)), name
+            if MODES[name].shard and MODES[name].overlap and number:  # owners alone had them
+                assert grads == [None] * len(grads)
+            else:
+                assert all(map(torch.equal, grads, grads_0)), name
             assert_same(state, state_0)
         assert any(not torch.equal(seen[name][0][3][key], start[key]) for key in start)
 
