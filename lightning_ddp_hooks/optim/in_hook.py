@@ -8,7 +8,9 @@
     bucket 1        [reduce] ...                      [step][send]     not interleaved: behind the backward
     backward   ===========================>
 
-Steps are made in bucket order, and the queue issues the broadcasts in an order that is the same on all ranks.
+With ``shard=True`` and the plain mean, [reduce] sums gradients on the ranks that own their parameters, and [send]
+gathers the parameters from there: together what an all-reduce sends. Steps are made in bucket order, and the queue
+issues all exchanges in an order that is the same on all ranks.
 """
 
 # No postponed annotations: the fields are looked at when the declaration is made from YAML.
@@ -30,22 +32,25 @@ from lightning_ddp_hooks.reducer.queue import PlainMean
 class OptimizerInHook:
     """Steps the optimizer while gradients are still being reduced, and shares its state among the ranks (ZeRO style).
 
-    ``configure_optimizers`` stays as it is, and so does the result, to the last bit. Any optimizer will do whose update
+    ``configure_optimizers`` stays as it is, and so does the result. Any optimizer will do whose update
     of a parameter depends only on that parameter, its state and the values of its group; others raise, by name.
 
     - ``OptimizerInHook()``: every rank steps each bucket as soon as it is reduced.
-    - ``OptimizerInHook(shard=True)``: the bucket's owner does, and sends the parameters to the others; each rank holds
-      about 1/N of the optimizer state.
+    - ``OptimizerInHook(shard=True)``: each rank steps its share of each bucket and sends it to the others; it holds 1/N
+      of the optimizer state, and N ranks send no more than with an all-reduce.
     - ``OptimizerInHook(shard=True, interleaved=False)``: the same, but the updates follow the backward and overlap with
       the reductions that are still under way: for networks slower than compute.
     - ``OptimizerInHook(shard=True, overlap=False)``: two phases: backward, then each rank steps its parameters and all
       exchange them; with gradient clipping, GradScaler, manual optimisation.
 
+    With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a communication
+    hook compresses them; ``.grad`` is None after the step then. Sums of more than two ranks are rounded in another order
+    than by an all-reduce.
+
     Args:
         shard: Whether to share parameters and optimizer state among the ranks.
         interleaved: Whether to step each bucket as soon as it is reduced, and not only after the backward.
-        shard_buckets: Whether to share the parameters of each bucket among several ranks: even shares, also with few
-            buckets, but more and smaller broadcasts. Without it only buckets larger than a rank's share are divided.
+        shard_buckets: torch's setting; every bucket is shared among all ranks, whether or not it is set.
         overlap: Whether to step while gradients are being reduced; False steps when all have been, in
             ``optimizer_step``.
 
