@@ -3,7 +3,7 @@
 A step is forward, backward, AdamW step and zero_grad. As in step_time.py all variants live in the same processes and
 take turns, a block of steps at a time; printed is the median of the ratios within a block, with quartiles. Before
 anything is timed, every variant takes the same few steps, and its weights must be bitwise those of torch's DDP with the
-unsharded optimizer; the exit status is 1 if they are not.
+unsharded optimizer, on two ranks (more add up gradients in another order); the exit status is 1 if they are not.
 
 torch's own hook_with_zero_step is tried too; where it refuses (gloo), that is said. ZeroRedundancyOptimizer runs
 with its ordinary step in any case.
@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 DEFAULTS: dict[str, Any] = {"lr": 1e-3, "fused": True}
 REFERENCE = "ddp + AdamW"
+UNSHARDED_MUON = "ddp + Muon and AdamW"
 PARITY_STEPS = 4
 UNTIMED_STEPS = 2
 
@@ -61,7 +62,37 @@ def _ours(module: nn.Module, cap: dict[str, Any]) -> Made:
     return DataParallel(module, **cap), torch.optim.AdamW(module.parameters(), **DEFAULTS)
 
 
-def _zero(way: str, **arguments: Any) -> Callable[[nn.Module, dict[str, Any]], Made]:
+class _Both:
+    """Muon for the matrices, AdamW for the rest."""
+
+    def __init__(self, module: nn.Module, make: Callable[..., Any]) -> None:
+        matrices = [param for param in module.parameters() if param.dim() == 2]
+        others = [param for param in module.parameters() if param.dim() != 2]
+        self.inner = [make(matrices, torch.optim.Muon, lr=1e-3), make(others, torch.optim.AdamW, **DEFAULTS)]
+
+    def step(self) -> None:
+        for optimizer in self.inner:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.inner:
+            optimizer.zero_grad()
+
+
+def _muon(*, sharded: bool) -> Callable[[nn.Module, dict[str, Any]], Made]:
+    def make(module: nn.Module, cap: dict[str, Any]) -> Made:
+        from lightning_ddp_hooks import DataParallel, optim
+
+        def unsharded(params: Any, rule: Any, **settings: Any) -> Any:
+            return rule(params, **settings)
+
+        wrapped = DataParallel(module, **cap) if sharded else _ddp(module, cap)[0]
+        return wrapped, _Both(module, optim.ShardedOptimizer if sharded else unsharded)
+
+    return make
+
+
+def _zero(way: str) -> Callable[[nn.Module, dict[str, Any]], Made]:
     def make(module: nn.Module, cap: dict[str, Any]) -> Made:
         from lightning_ddp_hooks import DataParallel, optim
 
@@ -70,7 +101,7 @@ def _zero(way: str, **arguments: Any) -> Callable[[nn.Module, dict[str, Any]], M
         zero = optim.ShardedOptimizer(module.parameters(), torch.optim.AdamW, overlap_with_ddp=overlaps, **DEFAULTS)
         if overlaps:
             hook = {"hook": optim.hook_with_zero_step, "interleaved": optim.hook_with_zero_step_interleaved}[way]
-            ddp.register_comm_hook(None, hook(None, ddp, zero, **arguments))
+            ddp.register_comm_hook(None, hook(None, ddp, zero))
         return ddp, zero
 
     return make
@@ -84,8 +115,14 @@ VARIANTS: dict[str, Callable[[nn.Module, dict[str, Any]], Made]] = {
     "sharded, two phases": _zero("step"),
     "sharded": _zero("hook"),
     "sharded, interleaved": _zero("interleaved"),
-    "sharded buckets, interleaved": _zero("interleaved", shard_buckets=True),
+    UNSHARDED_MUON: _muon(sharded=False),
+    "sharded Muon and AdamW": _muon(sharded=True),
 }
+
+
+def _reference(name: str) -> str:
+    """Return the variant that has the same weights."""
+    return UNSHARDED_MUON if "Muon" in name else REFERENCE
 
 
 class _Trainee:
@@ -106,10 +143,9 @@ class _Trainee:
         self.optimizer.zero_grad()
 
     def state_bytes(self) -> int:
-        inner = getattr(self.optimizer, "optim", self.optimizer)
-        return sum(
-            value.nbytes for entries in inner.state.values() for value in entries.values() if isinstance(value, Tensor)
-        )
+        made = getattr(self.optimizer, "inner", [self.optimizer])
+        states = [entries for one in made for entries in getattr(one, "optim", one).state.values()]
+        return sum(value.nbytes for entries in states for value in entries.values() if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True)
@@ -122,11 +158,13 @@ class Measured:
     skipped: dict[str, str]
 
 
-def measure(rank: Rank, model_name: str, blocks: int, steps: int, cap: dict[str, Any]) -> Measured:
+def measure(
+    rank: Rank, model_name: str, blocks: int, steps: int, cap: dict[str, Any], variants: list[str]
+) -> Measured:
     """Check parity, then time ``blocks`` blocks of ``steps`` steps of each variant."""
     trainees: dict[str, _Trainee] = {}
     skipped: dict[str, str] = {}
-    for name in VARIANTS:
+    for name in variants:
         reason = None
         try:
             trainees[name] = _Trainee(MODELS[model_name], name, rank, cap)
@@ -140,11 +178,11 @@ def measure(rank: Rank, model_name: str, blocks: int, steps: int, cap: dict[str,
     for trainee in trainees.values():
         for _ in range(PARITY_STEPS):
             trainee.step()
-    expected = [p.detach() for p in trainees[REFERENCE].module.parameters()]
     differing = [
         name
         for name, trainee in trainees.items()
-        if not all(torch.equal(p, q) for p, q in zip(trainee.module.parameters(), expected, strict=True))
+        for pairs in [zip(trainee.module.parameters(), trainees[_reference(name)].module.parameters(), strict=True)]
+        if not all(torch.equal(p, q) for p, q in pairs)
     ]
     held = {name: trainee.state_bytes() for name, trainee in trainees.items()}
     names = list(trainees)
@@ -186,7 +224,7 @@ def _report(model_name: str, results: list[Measured], style: str) -> bool:
     header = [model_name, "ms/step", f"ratio to {REFERENCE} [quartiles]", "ratio to torch ZeRO [quartiles]"]
     print(format_table(header, rows, style), end="\n\n")
     differing = sorted({name for result in results for name in result.differing})
-    print(f"parity: NOT the weights of {REFERENCE}: {', '.join(differing)}" if differing else "parity: bitwise equal")
+    print(f"parity: NOT the weights of the unsharded: {', '.join(differing)}" if differing else "parity: bitwise equal")
     for name, reason in results[0].skipped.items():
         print(f"skipped: {name} ({reason})")
     print(flush=True)
@@ -207,6 +245,8 @@ def _parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, ["ddp"])
     parser.add_argument("--blocks", type=positive_int, default=8, help="blocks of each variant (default: 8)")
     parser.add_argument("--steps", type=positive_int, default=5, help="timed steps of a block (default: 5)")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
+                        help="only these, beside torch's (default: all)")  # fmt: skip
     parser.add_argument("--memory-worlds", type=positive_int, nargs="*", default=[1, 2, 4],
                         help="world sizes for the table of memory (default: 1 2 4)")  # fmt: skip
     parser.set_defaults(models=["resnet", "transformer"])
@@ -217,15 +257,17 @@ def main() -> int:
     """Measure and print one model after the other."""
     args = _parse_args()
     cap = {} if args.bucket_cap_mb is None else {"bucket_cap_mb": args.bucket_cap_mb}
+    variants = [name for name in VARIANTS if name in [REFERENCE, UNSHARDED_MUON, "torch ZeRO", *args.variants]]
     print(describe_run(args), flush=True)
     good = True
     for name in args.models:
         print(f"{args.blocks} blocks of {args.steps} steps\n", flush=True)
-        results = run_ranks(measure, name, args.blocks, args.steps, cap, world_size=args.world_size, device=args.device)
+        world = {"world_size": args.world_size, "device": args.device}
+        results = run_ranks(measure, name, args.blocks, args.steps, cap, variants, **world)
         good &= _report(name, results, args.output)
         by_world = {
-            world: run_ranks(measure, name, 1, 1, cap, world_size=world, device=args.device)
-            for world in args.memory_worlds
+            count: run_ranks(measure, name, 1, 1, cap, variants, world_size=count, device=args.device)
+            for count in args.memory_worlds
         }
         if by_world:
             _report_memory(name, by_world, args.output)

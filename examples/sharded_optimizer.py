@@ -1,6 +1,6 @@
 """Share the optimizer's state among the processes, and see what each one holds.
 
-    python examples/sharded_optimizer.py                # each process holds about half of AdamW's state
+    python examples/sharded_optimizer.py                # each process holds half of AdamW's state
     python examples/sharded_optimizer.py --no-shard     # each holds all of it; the result is the same to the last bit
 
 The network is of three layers of equal size on scikit-learn's digits. The last line is the sum of its parameters, and
@@ -52,8 +52,7 @@ if __name__ == "__main__":
         max_epochs=args.epochs,
         logger=False,
         enable_checkpointing=False,
-        # Small buckets: each has one owner, and this network would fit into a single one.
-        strategy=DDPHooksStrategy(optimizer_in_hook=OptimizerInHook(shard=args.shard), bucket_cap_mb=0.25),
+        strategy=DDPHooksStrategy(optimizer_in_hook=OptimizerInHook(shard=args.shard)),
     )
     model, data = Classifier(), DigitsData()
     data.setup("fit")

@@ -383,10 +383,22 @@ def broadcast(tensor: Tensor, group: ProcessGroup, src: int = 0) -> Work:
     return _started(dist.broadcast(tensor, src=global_ranks(group)[src], group=group, async_op=True))
 
 
-def start_all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start sending the i-th of ``world_size`` equal parts of ``tensor`` to rank i; ``output`` gets one of each."""
-    _count("all_to_all", tensor.nbytes, group)
-    return _started(dist.all_to_all_single(output, tensor, group=group, async_op=True))
+def start_all_to_all(
+    output: Tensor, tensor: Tensor, group: ProcessGroup, sizes: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Work:
+    """Start sending the i-th of ``world_size`` parts of ``tensor`` to rank i; ``output`` gets one of each.
+
+    ``sizes``: elements sent to each rank, and got from each; None for equal parts.
+    """
+    if sizes is None:
+        _count("all_to_all", tensor.nbytes, group)
+        return _started(dist.all_to_all_single(output, tensor, group=group, async_op=True))
+    sent, received = map(list, sizes)
+    # The formula for equal parts, turned round: what goes to others is counted.
+    to_others = (tensor.numel() - sent[group.rank()]) * tensor.element_size()
+    _count("all_to_all", -(-to_others * group.size() // max(1, group.size() - 1)), group)
+    flat = output.view(-1), tensor.view(-1)
+    return _started(dist.all_to_all_single(*flat, received, sent, group=group, async_op=True))
 
 
 def start_reduce_scatter(output: Tensor, tensor: Tensor, group: ProcessGroup) -> Work:

@@ -13,6 +13,7 @@ from ranks import run_ranks
 
 from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
+from lightning_ddp_hooks.optim.exchange import ShardExchange
 from lightning_ddp_hooks.optim.sharding import ShardAssignment
 from lightning_ddp_hooks.reducer import queue, requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -130,15 +131,18 @@ def _exchange() -> tuple[list[torch.Tensor], dict[str, int]]:
     shapes: Any = [(3, 2), (200, 100), (0,), (5,), (4, 4)]
     params = [torch.full(shape, float(rank), dtype=torch.float32) for shape in shapes]
     params += [torch.full((3,), complex(rank, -rank)), torch.full((200, 100), float(rank)).t()]
-    shards.assign([[param] for param in params])
+    shards.assign(params[:1])
+    shards.assign(params[1:], [[params[4], params[-1], params[1]]])  # those are cut
     counter = traffic.ByteCounter()
     comm.count_bytes(counter)
-    queue.carry_out(shards.send(params, key=0), comm.new_group(comm.resolve_group(None)))
+    queue.carry_out(ShardExchange(shards).send(params), comm.new_group(comm.resolve_group(None)))
     comm.stop_counting(counter)
-    owners = [float(shards.owner(param)) for param in params]
-    for param, owner in zip(params, owners, strict=True):
-        expected = complex(owner, -owner) if param.is_complex() else owner
-        assert torch.equal(param, torch.full_like(param, expected)), (param.shape, owner)
+    assert len(shards.pieces(params[-1])) == 2
+    for param in params:
+        for owner, start, stop in shards.pieces(param):
+            flat = param.t().reshape(-1) if param is params[-1] else param.reshape(-1)
+            expected = complex(owner, -owner) if param.is_complex() else float(owner)
+            assert torch.equal(flat[start:stop], torch.full_like(flat[start:stop], expected)), (param.shape, owner)
     return params, counter.take()
 
 

@@ -29,9 +29,11 @@ from lightning_ddp_hooks.hooks import (
 from lightning_ddp_hooks.hooks.compose import Schedule, Stage
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.optim import OptimizerInHook, PostLocalSGDOptimizer
+from lightning_ddp_hooks.optim.cost import cost_of_update
 from lightning_ddp_hooks.optim.partial_step import PartialStepper, replace_step
+from lightning_ddp_hooks.optim.pieces import UNIT, cut, cut_state, join_states, partition
 from lightning_ddp_hooks.optim.separability import check_separable
-from lightning_ddp_hooks.optim.sharding import ShardAssignment, diverging_part, partition, refuse_diverging
+from lightning_ddp_hooks.optim.sharding import ShardAssignment, diverging_part, refuse_diverging
 
 # ---------------------------------------------------------------------- partition
 
@@ -51,20 +53,64 @@ def test_a_partition_counts_what_ranks_carry_already() -> None:
     assert partition([], loads=[0]) == []
 
 
-def test_owners_stay_and_bundles_stay_together() -> None:
-    params = [torch.zeros(size) for size in (8, 4, 2, 1)]
+@given(st.lists(st.integers(0, 1000), max_size=20), st.lists(st.integers(0, 2000), min_size=1, max_size=5))
+def test_parameters_are_cut_into_one_range_for_each_rank(numels: list[int], loads: list[int]) -> None:
+    cuts = cut(numels, loads)
+    carried = list(loads)
+    owners = []
+    for numel, pieces in zip(numels, cuts, strict=True):
+        assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+        assert pieces[-1].stop == numel
+        assert all(piece.start % UNIT == 0 for piece in pieces)
+        owners += [piece.owner for piece in pieces]
+        for piece in pieces:
+            carried[piece.owner] += piece.stop - piece.start
+    assert owners == sorted(owners)
+    # As even as it gets without taking anything from a rank.
+    level = (sum(loads) + sum(numels)) / len(loads)
+    if max(loads) <= level:
+        assert max(carried) - level <= 2 * UNIT
+
+
+def test_owners_stay_and_what_may_be_cut_is() -> None:
+    params = [torch.zeros(size) for size in (80, 40, 200, 64)]
     shards = ShardAssignment(2, rank=1)
 
-    fresh = shards.assign([params[:1], params[1:3]])
-    assert [shards.owner(p) for p in params[:3]] == [0, 1, 1]
-    assert all(one is other for one, other in zip(fresh, params[:3], strict=True))
-    assert not shards.has(params[3])
-    assert [shards.is_own(p) for p in params[:3]] == [False, True, True]
+    fresh = shards.assign(params[:2])
+    assert [shards.pieces(p) for p in params[:2]] == [((0, 0, 80),), ((1, 0, 40),)]
+    assert all(one is other for one, other in zip(fresh, params[:2], strict=True))
+    assert not shards.has(params[2])
+    assert [shards.own(p) for p in params[:3]] == [None, (1, 0, 40), None]
 
-    assert shards.assign([params])[0] is params[3]
-    assert [shards.owner(p) for p in params] == [0, 1, 1, 1]
-    assert ShardAssignment().assign([params]) == []
-    assert ShardAssignment().is_own(params[0])
+    assert len(shards.assign(params, [params[1:3]])) == 2
+    assert shards.pieces(params[1]) == ((1, 0, 40),)
+    assert shards.pieces(params[3]) == ((1, 0, 64),)
+    assert shards.pieces(params[2]) == ((0, 0, 128), (1, 128, 200))
+    assert ShardAssignment().assign([params[0]]) == []
+    assert ShardAssignment().own(params[0]) == (0, 0, 80)
+
+
+def test_the_state_of_a_piece_is_cut_and_joined_in_the_order_of_memory() -> None:
+    param = torch.zeros(6, 50).t()
+    state = {"sum": torch.arange(300.0).view(50, 6), "step": torch.tensor(3.0), "flag": True}
+    (pieces,) = cut([300], [0, 0, 0])
+    parts = [(piece, cut_state(state, param, piece)) for piece in pieces]
+    assert [its["sum"].shape for _, its in parts] == [(128,), (64,), (108,)]
+    assert torch.equal(parts[0][1]["sum"][:50], torch.arange(0.0, 300.0, 6))
+    joined = join_states(parts, param)
+    assert torch.equal(joined["sum"], state["sum"])  # type: ignore[arg-type]
+    assert (joined["step"], joined["flag"]) == (3.0, True)
+
+
+def test_muon_costs_more_by_the_square_of_the_shorter_side() -> None:
+    matrices = [nn.Parameter(torch.zeros(shape)) for shape in ((512, 512), (16, 16384), (16384, 16))]
+    muon = torch.optim.Muon(matrices)
+    costs = [cost_of_update(muon, muon.param_groups[0], param) for param in matrices]
+    assert costs[1] == costs[2] < costs[0] / 10
+    plain = torch.optim.SGD(matrices)
+    assert [cost_of_update(plain, plain.param_groups[0], param) for param in matrices] == [512 * 512] * 3
+    assert cost_of_update(plain, {"use_muon": True}, matrices[0]) == costs[0]
+    assert cost_of_update(muon, {"use_muon": False}, matrices[0]) == 512 * 512
 
 
 # ---------------------------------------------------------------------- steps in parts
@@ -281,7 +327,50 @@ def test_torchs_optimizers_pass(name: str, dtype: torch.dtype) -> None:
             groups = groups[:1]
         return cls(groups, lr=0.01, **settings)  # type: ignore[call-arg]
 
-    assert _fit(make, dtype=dtype).advances is False
+    fitted = _fit(make, dtype=dtype)
+    assert fitted.advances is False
+    assert fitted.by_element == (set() if name.startswith(("Muon", "Adafactor")) else {0, 1})
+
+
+class ByNorm(_Each):
+    """Scales each parameter's update by norms, as LARS and LAMB do."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        return param.grad * (param.norm() / param.grad.norm())
+
+
+class OrthogonalMatrices(_Each):
+    """Treats a group by a value of it, as implementations of Muon with AdamW do."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__([{**group, "use_muon": group["params"][0].dim() > 1} for group in groups])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    q = torch.linalg.qr(param.grad)[0] if group["use_muon"] else param.grad
+                    param.sub_(q, alpha=group["lr"])
+
+
+class KeepsANorm(_Each):
+    """Has in its state what is no value for each element, though nothing comes of it."""
+
+    def direction(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        self.state[param]["norm"] = param.grad.norm()
+        return param.grad
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(Lion, {0, 1}), (CountsSteps, {0, 1}), (ByNorm, set()), (KeepsANorm, set()), (OrthogonalMatrices, {1})],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_updated_by_element_is_found_out_for_each_group(make: Any, expected: set[int]) -> None:
+    assert _fit(make).by_element == expected
 
 
 class WritesRate(torch.optim.SGD):

@@ -32,6 +32,31 @@ class Workspace:
         self._tensors.clear()
 
 
+class SpareMemory:
+    """Flat tensors that are borrowed for a while, so that there are only as many as are in use at the same time."""
+
+    def __init__(self) -> None:
+        self._spare: list[Tensor] = []
+
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of at least ``numel`` elements with whatever is in it."""
+        suitable = [i for i, t in enumerate(self._spare) if (t.dtype, t.device) == (dtype, device)]
+        large = [i for i in suitable if len(self._spare[i]) >= numel]
+        if large:
+            return self._spare.pop(min(large, key=lambda i: len(self._spare[i])))
+        if suitable:
+            self._spare.pop(suitable[-1])  # a larger one takes its place
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take back what was borrowed."""
+        self._spare.append(tensor)
+
+    def clear(self) -> None:
+        """Free what is not in use."""
+        self._spare.clear()
+
+
 class PerBucket(Generic[T]):
     """What a hook keeps for each bucket of the current layout.
 

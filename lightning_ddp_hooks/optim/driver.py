@@ -24,7 +24,7 @@ from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, _StepInHook
 from lightning_ddp_hooks.optim.partial_step import replace_step
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep, StateDict
-from lightning_ddp_hooks.optim.sharding import ShardAssignment, bucket_bundles, refuse_diverging
+from lightning_ddp_hooks.optim.sharding import ShardAssignment, bucket_params, refuse_diverging
 from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
@@ -81,7 +81,7 @@ class OptimizerDriver:
         self._undo.close()
         self._steps.clear()
         for optimizer in optimizers:
-            step = ShardedStep(optimizer, self._shards, group, self._bundles)
+            step = ShardedStep(optimizer, self._shards, group, self._buckets)
             self._undo.callback(replace_step(optimizer, partial(self._end_step, step)))
             self._steps[id(optimizer)] = step
 
@@ -103,11 +103,11 @@ class OptimizerDriver:
                 self._reducer.aborted_work = True  # broadcasts may be in flight on its group
             raise
 
-    def _bundles(self) -> Sequence[Sequence[Tensor]]:
-        """Return what is to stay together: a bucket's parameters, if one rank is to own them all."""
-        if self._reducer is None or not self.settings.overlap or self.settings.shard_buckets:
+    def _buckets(self) -> Sequence[Sequence[Tensor]]:
+        """Return the parameters of each bucket, if buckets are what is stepped."""
+        if self._reducer is None or not self.settings.overlap:
             return ()
-        return bucket_bundles(self._reducer)
+        return bucket_params(self._reducer)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -8,11 +8,13 @@
     bucket 1        [reduce] ...                      [step][send]     not interleaved: behind the backward
     backward   ===========================>
 
-Steps are made in bucket order, and the queue issues the broadcasts in an order that is the same on all ranks.
+With ``shard=True`` and the plain mean, [reduce] sums gradients on the ranks that own their parameters, and [send]
+gathers the parameters from there: together what an all-reduce sends. Steps are made in bucket order, and the queue
+issues all exchanges in an order that is the same on all ranks.
 """
 
 # No postponed annotations: the fields are looked at when the declaration is made from YAML.
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,22 +32,25 @@ from lightning_ddp_hooks.reducer.queue import PlainMean
 class OptimizerInHook:
     """Steps the optimizer while gradients are still being reduced, and shares its state among the ranks (ZeRO style).
 
-    ``configure_optimizers`` stays as it is, and so does the result, to the last bit. Any optimizer will do whose update
+    ``configure_optimizers`` stays as it is, and so does the result. Any optimizer will do whose update
     of a parameter depends only on that parameter, its state and the values of its group; others raise, by name.
 
     - ``OptimizerInHook()``: every rank steps each bucket as soon as it is reduced.
-    - ``OptimizerInHook(shard=True)``: the bucket's owner does, and sends the parameters to the others; each rank holds
-      about 1/N of the optimizer state.
+    - ``OptimizerInHook(shard=True)``: each rank steps its share of each bucket and sends it to the others; it holds 1/N
+      of the optimizer state, and N ranks send no more than with an all-reduce.
     - ``OptimizerInHook(shard=True, interleaved=False)``: the same, but the updates follow the backward and overlap with
       the reductions that are still under way: for networks slower than compute.
     - ``OptimizerInHook(shard=True, overlap=False)``: two phases: backward, then each rank steps its parameters and all
       exchange them; with gradient clipping, GradScaler, manual optimisation.
 
+    With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a communication
+    hook compresses them; ``.grad`` is None after the step then. Sums of more than two ranks are rounded in another order
+    than by an all-reduce.
+
     Args:
         shard: Whether to share parameters and optimizer state among the ranks.
         interleaved: Whether to step each bucket as soon as it is reduced, and not only after the backward.
-        shard_buckets: Whether to share the parameters of each bucket among several ranks: even shares, also with few
-            buckets, but more and smaller broadcasts. Without it only buckets larger than a rank's share are divided.
+        shard_buckets: torch's setting; every bucket is shared among all ranks, whether or not it is set.
         overlap: Whether to step while gradients are being reduced; False steps when all have been, in
             ``optimizer_step``.
 
@@ -90,8 +95,8 @@ class OptimizerInHook:
 class _StepInHook(CommHook):
     """A hook that steps the optimizer behind another hook (None: the plain mean).
 
-    On torch's DDP all phases of a bucket run within one call, and parameters get their owner when their bucket comes,
-    since its layout is not known before.
+    Once the parameters have owners, the plain mean is made for those alone. On torch's DDP all phases of a bucket run
+    within one call, and parameters get owners when their bucket comes, since its layout is not known before.
     """
 
     inner: CommHook | None
@@ -126,30 +131,42 @@ class _BoundStep(BoundHook):
         self._declared = declared
         self._settings = declared.settings
         self._backward = self._last_index = -1
-        self._delayed: list[tuple[GradBucket, list[Tensor]]] = []
+        self._is_mean = declared.inner is None or declared.inner.is_plain_mean
+        self._delayed: list[tuple[GradBucket, list[Tensor], bool]] = []
 
     def reduce(self, bucket: GradBucket) -> Phases:
         storage, gradients = bucket.buffer(), bucket.gradients()
         step = self._begin_backward(bucket.index())
-        result = yield from phases_of(self._inner, bucket)
-        result = bucket.buffer() if result is None else check_result(self.name, bucket, result)
-        if result.data_ptr() != storage.data_ptr() or result.dtype != storage.dtype:
-            storage.copy_(result.reshape(-1))
-        bucket.set_buffer(storage)
+        if self._declared.on_torch_ddp and step is not None:
+            step.assign(bucket.parameters())
+        to_owners = step is not None and step.begun and self._is_mean and step.owns_all(bucket.parameters())
+        if to_owners:
+            assert step is not None
+            yield from step.exchange.reduce(bucket)
+        else:
+            yield from self._reduce_for_all(bucket, storage)
         if step is None or not step.begun:
             return storage
-        due = [(bucket, gradients)]
+        due = [(bucket, gradients, to_owners)]
         if self._declared.on_torch_ddp and not self._settings.interleaved:
             self._delayed += due
             due, self._delayed = (self._delayed, []) if bucket.is_last() else ([], self._delayed)
         elif not self._settings.interleaved:
             yield requests.EndOfBackward()
         yield requests.InOrder()
-        for reduced, its_gradients in due:
-            stepped = self._step(step, reduced, its_gradients)
-            yield from step.shards.send(stepped, reduced.index())
+        for reduced, its_gradients, uses_up in due:
+            stepped = self._step(step, reduced, its_gradients, uses_up)
+            yield from step.exchange.send(stepped)
             self._declared.bucket_done(reduced)
         return storage
+
+    def _reduce_for_all(self, bucket: GradBucket, storage: Tensor) -> Generator[requests.Request, Any, None]:
+        """Have the inner hook reduce the bucket, and its result in the bucket's own memory."""
+        result = yield from phases_of(self._inner, bucket)
+        result = bucket.buffer() if result is None else check_result(self.name, bucket, result)
+        if result.data_ptr() != storage.data_ptr() or result.dtype != storage.dtype:
+            storage.copy_(result.reshape(-1))
+        bucket.set_buffer(storage)
 
     def _begin_backward(self, index: int) -> ShardedStep | None:
         """Begin a step at the first bucket of a backward; return the step."""
@@ -162,15 +179,13 @@ class _BoundStep(BoundHook):
         self._last_index = index
         return step
 
-    def _step(self, step: ShardedStep, bucket: GradBucket, gradients: list[Tensor]) -> list[Tensor]:
+    def _step(self, step: ShardedStep, bucket: GradBucket, gradients: list[Tensor], uses_up: bool) -> list[Tensor]:
         used = [
             (param, gradient)
             for param, name, gradient in zip(bucket.parameters(), bucket.names, gradients, strict=True)
             if name not in bucket.unused
         ]
-        if self._declared.on_torch_ddp:
-            step.assign(bucket.parameters(), apart=self._settings.shard_buckets)
-        return step.early([param for param, _ in used], [gradient for _, gradient in used])
+        return step.early([param for param, _ in used], [gradient for _, gradient in used], uses_up=uses_up)
 
     def group_of(self, name: str, param: Tensor) -> Hashable:
         return self._inner.group_of(name, param)

@@ -19,15 +19,21 @@ from torch.optim import Optimizer
 from lightning_ddp_hooks import _compat
 
 
+_NOTHING: Mapping[Tensor, Tensor] = {}
+
+
 class PartialStepper:
     """An optimizer that can be stepped in parts, below its step hooks and what a learning rate scheduler put on it.
 
-    ``advances``: whether values of its groups, or numbers among its attributes, change by stepping.
+    Attributes:
+        advances: Whether values of its groups, or numbers among its attributes, change by stepping.
+        by_element: Positions of the groups whose parameters may be cut: the update of an element depends on it alone.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.advances = True
+        self.by_element: frozenset[int] = frozenset()
         self._step = _compat.unhooked_step(optimizer)
         self._lengths: list[int] = []
         self._group_of: dict[Tensor, int] = {}
@@ -44,13 +50,36 @@ class PartialStepper:
         """Tell whether the parameter is one of the optimizer's."""
         return param in self._group_of
 
+    def is_by_element(self, param: Tensor) -> bool:
+        """Tell whether a parameter of the optimizer may be cut."""
+        return self._group_of[param] in self.by_element
+
+    def group(self, param: Tensor) -> Mapping[str, Any]:
+        """Return the group of a parameter of the optimizer."""
+        group: Mapping[str, Any] = self.optimizer.param_groups[self._group_of[param]]
+        return group
+
     @torch.no_grad()
-    def run(self, params: Iterable[Tensor], *, last: bool, arguments: Mapping[str, Any] | None = None) -> None:
-        """Step some of the optimizer's parameters; see [Note: one step in several calls] for ``last``."""
+    def run(
+        self,
+        params: Iterable[Tensor],
+        *,
+        last: bool,
+        arguments: Mapping[str, Any] | None = None,
+        stand_ins: Mapping[Tensor, Tensor] = _NOTHING,
+    ) -> None:
+        """Step some of the optimizer's parameters.
+
+        Args:
+            params: The parameters.
+            last: See [Note: one step in several calls].
+            arguments: Keyword arguments of ``step``.
+            stand_ins: For parameters of which only a part is stepped, that part; see [Note: stand-ins].
+        """
         groups = self.optimizer.param_groups
         parts: dict[int, list[Tensor]] = {}
         for param in params:
-            parts.setdefault(self._group_of[param], []).append(param)
+            parts.setdefault(self._group_of[param], []).append(stand_ins.get(param, param))
         positions = range(len(groups)) if last and self.advances else sorted(parts)
         if not positions:
             return
@@ -61,14 +90,23 @@ class PartialStepper:
             for position, group in zip(positions, chosen, strict=True):
                 group["params"] = parts.get(position, [])
             self.optimizer.param_groups = chosen
+            for param, part in stand_ins.items():
+                _rename(self.optimizer.state, param, part)
             with _compat.span("ldh::optimizer_step"):
                 self._step(self.optimizer, **(arguments or {}))
         finally:
+            for param, part in stand_ins.items():
+                _rename(self.optimizer.state, part, param)
             self.optimizer.param_groups = groups
             for group, every in zip(chosen, whole, strict=True):
                 group["params"] = every
         if restore is not None:
             restore()
+
+
+def _rename(state: dict[Tensor, Any], old: Tensor, new: Tensor) -> None:
+    if old in state:
+        state[new] = state.pop(old)
 
 
 def _restorer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Callable[[], None]:

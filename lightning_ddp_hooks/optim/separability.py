@@ -10,7 +10,8 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.optim.partial_step import PartialStepper, numbers_of, values_of
+from lightning_ddp_hooks.optim.pieces import Piece, cut_state, may_be_cut, stand_in
 
 _STEPS = 6
 _GROUPS = 4  # of that many groups two parameters each are tried
@@ -28,11 +30,12 @@ _CROSSES_PARAMETERS = {
     *("DoG", "LDoG", "MADGRAD_DAdapt", "Mechanize"),
 }
 _TAKES_A_CLOSURE = {"LBFGS", "SAM", "ASAM", "GSAM", "WSAM", "BSAM", "LookSAM"}
+_QUANTIZE_STATE = ("bitsandbytes", "torchao")  # by blocks of elements, and not that of small parameters
 _WRAPS = {"PostLocalSGDOptimizer", "ZeroRedundancyOptimizer", "ShardedOptimizer", "SWALR", "AveragedModel"}
 
 
 def check_separable(optimizer: Optimizer, stepper: PartialStepper, *, sharded: bool) -> None:
-    """Raise ValueError unless an optimizer can be stepped in parts; set ``stepper.advances``.
+    """Raise ValueError unless an optimizer can be stepped in parts; set the attributes of ``stepper``.
 
     ``sharded``: ranks are to hold parts of its state.
     """
@@ -53,6 +56,8 @@ def check_separable(optimizer: Optimizer, stepper: PartialStepper, *, sharded: b
         )
     try:
         crosses, stepper.advances = (True, True) if name in _CROSSES_PARAMETERS else _try_out(optimizer)
+        if sharded and not crosses:
+            stepper.by_element = _groups_by_element(optimizer, stepper.advances)
     except _NoTrialError:
         if not type(optimizer).__module__.startswith("torch."):
             _warn_untried(name)
@@ -85,12 +90,7 @@ def _requires_closure(optimizer: Optimizer) -> bool:
 
 def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
     """Return whether parameters depend on each other, and whether values of the groups advance."""
-    first = next(optimizer_params(optimizer), None)
-    if first is None:
-        raise _NoTrialError
-    devices, kind = ([], "cuda") if first.is_cpu else ([first.device], first.device.type)
-    with torch.random.fork_rng(devices, device_type=kind), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _undisturbed(optimizer):
         whole = _Trial(optimizer)
         if whole.differs_from(_Trial(optimizer, seed=2)):
             raise _NoTrialError  # it uses random numbers
@@ -105,6 +105,48 @@ def _try_out(optimizer: Optimizer) -> tuple[bool, bool]:
         return crosses, whole.advances
 
 
+@contextmanager
+def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
+    """Leave random numbers as they are, and what optimizers warn of unsaid."""
+    first = next(optimizer_params(optimizer), None)
+    if first is None:
+        raise _NoTrialError
+    devices, kind = ([], "cuda") if first.is_cpu else ([first.device], first.device.type)
+    with torch.random.fork_rng(devices, device_type=kind), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _groups_by_element(optimizer: Optimizer, advances: bool) -> frozenset[int]:
+    """Return the positions of the groups in which the update of an element depends on that element alone."""
+    if type(optimizer).__module__.startswith(_QUANTIZE_STATE):
+        return frozenset()
+    by_element: dict[str, bool] = {}  # groups that differ in numbers alone, such as their rates, are alike
+
+    def is_by_element(position: int) -> bool:
+        group = optimizer.param_groups[position]
+        chosen = {_kind(optimizer, param): param for param in group["params"] if param.numel()}
+        values = {name: value for name, value in group.items() if not isinstance(value, (float, Tensor))}
+        key = f"{sorted(chosen)} {sorted((name, repr(value)) for name, value in values.items() if name != 'params')}"
+        if key not in by_element:
+            params = {position: list(chosen.values())}
+            try:
+                whole = _Trial(optimizer, params=params, advances=advances)
+                by_element[key] = not whole.moved_otherwise(_Trial(optimizer, params=params, cut=True, advances=advances))
+            except _NoTrialError:
+                by_element[key] = False
+        return by_element[key]
+
+    with _undisturbed(optimizer):
+        return frozenset(filter(is_by_element, range(len(optimizer.param_groups))))
+
+
+def _kind(optimizer: Optimizer, param: Tensor) -> str:
+    """Describe by what an optimizer may tell parameters apart that it updates in different ways."""
+    marks = optimizer.state[param].items() if param in optimizer.state else ()
+    return f"{min(param.dim(), 2)} {param.dtype} {sorted((k, v) for k, v in marks if isinstance(v, (bool, str)))}"
+
+
 class _Trial:
     """A small copy of an optimizer after a few steps."""
 
@@ -113,34 +155,42 @@ class _Trial:
         optimizer: Optimizer,
         *,
         seed: int = 1,
+        params: Mapping[int, Sequence[Tensor]] | None = None,  # to try, by the positions of groups; None for some
         apart: bool = False,
+        cut: bool = False,  # in two halves
         advances: bool = True,
         spoils: Set[str] = frozenset(),  # values that are overwritten before each step
     ) -> None:
         try:
-            clone, params = _small_copy(optimizer)
-            self.start = [param.detach().clone() for param in params]
+            some = _some_params(optimizer) if params is None else params
+            clone, small = _small_copy(optimizer, some, in_float32=params is not None)
+            self.start = [param.detach().clone() for param in small]
             before = _facts(clone)
             stepper = PartialStepper(clone)
             stepper.advances = advances
             stepper.notice_groups()
             generator = torch.Generator().manual_seed(0)
             torch.manual_seed(seed)
+            halves = _halves(clone, small) if cut else []
             for number in range(_STEPS):
                 for values in (vars(clone), *clone.param_groups) if spoils else ():
                     for name in values.keys() & spoils:
                         values[name] = 1.0 if values[name] is None else 2.0 * values[name] + 1.0
-                for index, param in enumerate(params):
+                for index, param in enumerate(small):
                     # Of different sizes over parameters and steps, so that whatever couples parameters shows.
                     scale = (0.1, 1.0, 1e4)[(index + number) % 3]
                     gradient = torch.randn(param.shape, generator=generator, dtype=torch.float32).mul_(scale)
                     param.grad = gradient.to(param.dtype).to(param.device)
-                for param in params if apart else ():
+                for param in small if apart else ():
                     stepper.run([param], last=False)
-                stepper.run([] if apart else params, last=True)
+                for half in halves:
+                    half.step(stepper, last=half is halves[-1])
+                if not halves:
+                    stepper.run([] if apart else small, last=True)
+            _check_by_element(halves)
         except Exception as error:
             raise _NoTrialError from error
-        self.end = [param.detach() for param in params]
+        self.end = [param.detach() for param in small]
         self.values = _facts(clone)
         self.advances = not _same(before, self.values)
 
@@ -164,19 +214,68 @@ class _Trial:
         return False
 
 
-def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor]]:
-    """Copy an optimizer with small parameters in the place of its own, and without state."""
+class _Half:
+    """The first or second part of each parameter of a trial, with its state."""
+
+    def __init__(self, params: Sequence[Tensor], pieces: Sequence[Piece], state: dict[Tensor, Any]) -> None:
+        self._pieces = dict(zip(params, pieces, strict=True))
+        self.states = {p: cut_state(state[p], p, piece) for p, piece in self._pieces.items() if p in state}
+
+    def step(self, stepper: PartialStepper, *, last: bool) -> None:
+        state = stepper.optimizer.state
+        for param in self._pieces:
+            state.pop(param, None)
+        state.update(self.states)
+        stand_ins = {param: stand_in(param, piece) for param, piece in self._pieces.items()}
+        stepper.run(self._pieces, last=last, stand_ins=stand_ins)
+        self.states = {param: state.pop(param) for param in self._pieces if param in state}
+
+    def lengths(self) -> list[int]:
+        return [piece.stop - piece.start for piece in self._pieces.values()]
+
+
+def _halves(clone: Optimizer, params: Sequence[Tensor]) -> list[_Half]:
+    if not all(map(may_be_cut, params)):
+        raise ValueError("These parameters cannot be cut.")
+    middles = [param.numel() // 2 for param in params]
+    first = [Piece(0, 0, middle) for middle in middles]
+    second = [Piece(1, middle, param.numel()) for param, middle in zip(params, middles, strict=True)]
+    return [_Half(params, pieces, clone.state) for pieces in (first, second)]
+
+
+def _check_by_element(halves: Sequence[_Half]) -> None:
+    """Raise ValueError unless the state of a half has a number for each element, or is the same for both halves."""
+    for one, other in zip(*(half.states.values() for half in halves), strict=True) if halves else ():
+        for name, value in one.items():
+            whole = isinstance(value, Tensor) and value.dim() == other[name].dim() == 1
+            if not whole and not _same(value, other[name]):
+                raise ValueError(f"`{name}` of the optimizer's state is no value for each element.")
+
+
+def _some_params(optimizer: Optimizer) -> dict[int, list[Tensor]]:
+    groups = enumerate(optimizer.param_groups[:_GROUPS])
+    return {position: [p for p in group["params"] if p.numel()][:2] for position, group in groups}
+
+
+def _small_copy(
+    optimizer: Optimizer, chosen: Mapping[int, Sequence[Tensor]], *, in_float32: bool = False
+) -> tuple[Optimizer, list[Tensor]]:
+    """Copy an optimizer with small parameters in the place of the chosen ones of its own, and without state.
+
+    ``in_float32`` is for those of half precision, whose rounding hides a lot.
+    """
     generator = torch.Generator().manual_seed(1)
     nothing = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32))
     memo: dict[int, Any] = {id(param): nothing for param in optimizer_params(optimizer)}
     groups: list[dict[str, Any]] = []
     params: list[Tensor] = []
-    for group in optimizer.param_groups[:_GROUPS]:
-        small = []
-        for param in [param for param in group["params"] if param.numel()][:2]:
+    for position, its_params in chosen.items():
+        group, small = optimizer.param_groups[position], []
+        for param in its_params:
             shape = [min(size, 3) for size in param.shape]
             values = torch.randn(shape, generator=generator, dtype=torch.float32).mul_(1e-2)
-            small.append(torch.nn.Parameter(values.to(param.dtype).to(param.device)))
+            dtype = torch.float32 if in_float32 and param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+            small.append(torch.nn.Parameter(values.to(dtype).to(param.device)))
             memo[id(param)] = small[-1]
         if small:
             own = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}

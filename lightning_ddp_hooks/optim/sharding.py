@@ -1,45 +1,20 @@
-"""Which rank steps which parameter, how the others get it, and which hooks that goes with."""
+"""Which rank steps which part of which parameter, and which hooks that goes with."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import _compat
 from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.registry import resolve_hook
-from lightning_ddp_hooks.hooks.workspace import Workspace
-from lightning_ddp_hooks.reducer import requests
-from lightning_ddp_hooks.reducer.real_values import as_real, is_lazy, write_real
+from lightning_ddp_hooks.optim.pieces import Piece, cut, partition
 from lightning_ddp_hooks.reducer.reducer import Reducer
-from lightning_ddp_hooks.reducer.requests import Request
-
-# From this size on a broadcast of its own costs less than copying the parameter into a flat buffer and out of it.
-_DIRECT_NUMEL = 16384
-
-
-def partition(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Return a rank for each item, so that the ranks' loads are about the same; ``loads`` is what they carry already.
-
-    The largest item goes first, each to the least loaded rank, so that the heaviest rank carries at most 4/3 of what it
-    would in the best partition (Graham, "Bounds on multiprocessing timing anomalies", 1969). All ranks come to the
-    same: equal items are taken in their order, and of equally loaded ranks the lowest.
-    """
-    carried = list(loads)
-    ranks = [0] * len(sizes)
-    for item in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        rank = min(range(len(carried)), key=carried.__getitem__)
-        ranks[item] = rank
-        carried[rank] += sizes[item]
-    return ranks
 
 
 class ShardAssignment:
-    """The rank that owns each parameter; once assigned, it stays, since the optimizer state lies there.
+    """The ranks that own each parameter; once assigned, they stay, since the optimizer state lies there.
 
     With a ``world_size`` of 1 each rank steps all parameters.
     """
@@ -48,70 +23,50 @@ class ShardAssignment:
         self.world_size = world_size
         self.rank = rank
         self._loads = [0] * world_size
-        self._owners: dict[Tensor, int] = {}
-        self.workspace = Workspace()  # for small parameters that are sent; may be cleared between two steps
+        self._pieces: dict[Tensor, tuple[Piece, ...]] = {}
 
     def has(self, param: Tensor) -> bool:
-        """Tell whether the parameter has an owner."""
-        return self.world_size == 1 or param in self._owners
+        """Tell whether the parameter has owners."""
+        return self.world_size == 1 or param in self._pieces
 
-    def owner(self, param: Tensor) -> int:
-        """Return the rank that owns the parameter."""
-        return 0 if self.world_size == 1 else self._owners[param]
+    def pieces(self, param: Tensor) -> tuple[Piece, ...]:
+        """Return the parameter's pieces, one for each rank that owns some of it, in the order of ranks."""
+        return (Piece(self.rank, 0, param.numel()),) if self.world_size == 1 else self._pieces[param]
 
-    def is_own(self, param: Tensor) -> bool:
-        """Tell whether the parameter has an owner, and this rank is it."""
-        return self.has(param) and self.owner(param) == self.rank
+    def own(self, param: Tensor) -> Piece | None:
+        """Return the piece that this rank owns, if the parameter has owners and this rank is one."""
+        pieces = self.pieces(param) if self.has(param) else ()
+        return next((piece for piece in pieces if piece.owner == self.rank), None)
 
-    def assign(self, bundles: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-        """Give an owner to each parameter that has none, the same to a whole bundle; return those parameters."""
+    def assign(
+        self, params: Iterable[Tensor], runs: Iterable[Sequence[Tensor]] = (), cost: Callable[[Tensor], int] = Tensor.numel
+    ) -> list[Tensor]:
+        """Give owners to parameters that have none, alike on all ranks; return those parameters.
+
+        Args:
+            params: Parameters that get one owner each, unless they are in ``runs``.
+            runs: Parameters that are cut, where they lie one behind the other; `may_be_cut` holds for them.
+            cost: Work of an update, where that of an element by itself is 1.
+        """
         if self.world_size == 1:
             return []
-        fresh: list[list[Tensor]] = []
-        seen = set(self._owners)
-        for bundle in bundles:
-            if new := [param for param in bundle if param not in seen]:
-                seen.update(new)
-                fresh.append(new)
-        sizes = [sum(param.numel() for param in bundle) for bundle in fresh]
-        for bundle, size, rank in zip(fresh, sizes, partition(sizes, self._loads), strict=True):
-            self._loads[rank] += size
-            self._owners.update(dict.fromkeys(bundle, rank))
-        return [param for bundle in fresh for param in bundle]
-
-    def send(self, params: Iterable[Tensor], key: Hashable) -> Generator[Request, Any, None]:
-        """Request what brings each parameter from its owner to all others, if it has one; ``key`` names the exchange.
-
-        Large parameters travel as they lie in memory; small ones of one owner and dtype travel together.
-        """
-        broadcasts: list[Request] = []
-        received: list[tuple[list[Tensor], list[Tensor]]] = []
-        small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-        with _compat.span("ldh::exchange_parameters"):
-            for param in params if self.world_size > 1 else ():
-                owner = self.owner(param)
-                tensor = as_real(param)
-                if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous() and not is_lazy(param):
-                    broadcasts.append(requests.Broadcast(tensor, owner))
-                elif tensor.numel():
-                    small.setdefault((owner, tensor.dtype, tensor.device), []).append(param)
-            for (owner, dtype, device), its_params in small.items():
-                tensors = [as_real(param) for param in its_params]
-                flat = self.workspace.get((key, owner), sum(t.numel() for t in tensors), dtype, device)
-                parts = _compat.unflatten(flat, tensors)
-                if owner == self.rank:
-                    _compat.foreach_copy_(parts, tensors)
-                else:
-                    received.append((its_params, parts))
-                broadcasts.append(requests.Broadcast(flat, owner))
-        if broadcasts:
-            yield requests.Together(broadcasts, purpose="parameters")
-        for its_params, parts in received:
-            write_real(its_params, parts)
+        cuttable = [[p for p in dict.fromkeys(run) if p not in self._pieces] for run in runs]
+        in_runs = dict.fromkeys(param for run in cuttable for param in run)
+        whole = [p for p in dict.fromkeys(params) if p not in self._pieces and p not in in_runs]
+        costs = [cost(param) for param in whole]
+        for param, its_cost, rank in zip(whole, costs, partition(costs, self._loads), strict=True):
+            self._loads[rank] += its_cost
+            self._pieces[param] = (Piece(rank, 0, param.numel()),)
+        for run in cuttable:
+            for param, pieces in zip(run, cut([param.numel() for param in run], self._loads), strict=True):
+                self._pieces[param] = pieces
+                for piece in pieces:
+                    self._loads[piece.owner] += piece.stop - piece.start
+        return [*whole, *in_runs]
 
 
-def bucket_bundles(reducer: Reducer) -> Sequence[Sequence[Tensor]]:
-    """Return the parameters of each bucket as it is laid out now; they are better owned by one rank."""
+def bucket_params(reducer: Reducer) -> Sequence[Sequence[Tensor]]:
+    """Return the parameters of each bucket as it is laid out now."""
     layout = reducer.stats()["bucket_param_indices"]
     assert isinstance(layout, list)
     return [[reducer.params[index] for index in indices] for indices in layout]

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.hooks.allreduce import allreduce_hook
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
@@ -16,12 +18,14 @@ from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook, _StepInHook
 from lightning_ddp_hooks.optim.sharded_optimizer import ShardedOptimizer
 from lightning_ddp_hooks.optim.sharded_step import ShardedStep
-from lightning_ddp_hooks.optim.sharding import bucket_bundles, refuse_diverging
+from lightning_ddp_hooks.optim.sharding import bucket_params, refuse_diverging
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 from lightning_ddp_hooks.reducer.reducer import Reducer
 
 ZeroHook = Callable[[Any, Any], Any]
 _Declare = Callable[[Any], CommHook | None]
+# Functions that stand for the plain mean, which is made for the owners of parameters alone.
+_MEANS = (allreduce_hook, torchs_allreduce_hook)
 
 
 def hook_with_zero_step(
@@ -30,7 +34,7 @@ def hook_with_zero_step(
     """Have ``hook`` followed by the optimizer's step; the steps follow the backward.
 
     They overlap with the reductions that are still under way, which suits networks that are slow beside the
-    computation. Every iteration updates, also the first. Register the result with the wrapper that was given; each
+    computation. With the plain mean, gradients go to the owners of their parameters alone; see `OptimizerInHook`. Every iteration updates, also the first. Register the result with the wrapper that was given; each
     synchronised backward is a step then.
 
     Args:
@@ -38,7 +42,7 @@ def hook_with_zero_step(
         ddp: The `DataParallel` that trains the model, or torch's own DDP. There, by its contract, all phases of a
             bucket run within one call, so that less overlaps.
         zero: Optimizer that was made with ``overlap_with_ddp=True``.
-        shard_buckets: Whether to share the parameters of a bucket among several ranks, for more even shares.
+        shard_buckets: torch's argument; every bucket is shared among all ranks, whether or not it is set.
 
     Returns:
         The hook to register.
@@ -62,7 +66,7 @@ def hook_with_zero_step_interleaved(
 ) -> ZeroHook:
     """Have ``hook`` followed by the optimizer's step, for each bucket as soon as it is reduced.
 
-    Reductions and broadcasts of parameters take turns, which suits networks that are fast beside the computation.
+    Reductions and exchanges of parameters take turns, which suits networks that are fast beside the computation.
     Arguments, result and errors are those of `hook_with_zero_step`.
 
     Example:
@@ -92,6 +96,8 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
     declared = None if is_function else resolve_hook(hook)
 
     def declare(state: Any) -> CommHook | None:
+        if hook in _MEANS and state is None:
+            return None
         return TorchHook(hook=hook, state=state) if is_function else declared
 
     refuse_diverging(declare(None))
@@ -106,8 +112,7 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
 def _on_our_reducer(
     declare: _Declare, ddp: Any, reducer: Reducer, zero: ShardedOptimizer, settings: OptimizerInHook
 ) -> ZeroHook:
-    if not settings.shard_buckets:
-        zero.sharded_step.bundles = lambda: bucket_bundles(reducer)
+    zero.sharded_step.buckets = lambda: bucket_params(reducer)
     ending = _Ending(ddp, reducer, zero)
 
     def as_comm_hook(state: Any) -> CommHook:

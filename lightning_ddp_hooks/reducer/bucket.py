@@ -42,7 +42,7 @@ def _gradient_view(buffer: Tensor, offset: int, param: Tensor) -> Tensor:
     It is made by ``set_`` and not by slicing: a slice is tracked as a view, on which ``detach_()`` (used by
     ``zero_grad(set_to_none=False)``) raises.
     """
-    stride = param.stride() if _covers_its_memory(param) else torch.empty(param.shape, device="meta").stride()
+    stride = param.stride() if covers_its_memory(param) else torch.empty(param.shape, device="meta").stride()
     if param.is_complex():
         pairs = torch.view_as_complex(buffer.view(-1, 2))
         view = torch.empty(0, dtype=param.dtype, device=buffer.device)
@@ -51,7 +51,7 @@ def _gradient_view(buffer: Tensor, offset: int, param: Tensor) -> Tensor:
     return view.set_(buffer.untyped_storage(), buffer.storage_offset() + offset, param.shape, stride)
 
 
-def _covers_its_memory(tensor: Tensor) -> bool:
+def covers_its_memory(tensor: Tensor) -> bool:
     """Tell whether the strides name each element of ``numel`` places once, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

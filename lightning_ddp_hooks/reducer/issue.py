@@ -46,9 +46,9 @@ def issue_collective(request: Request, group: comm.ProcessGroup, storage: Bucket
         tensor = request.tensor
         return Issued([comm.broadcast(tensor, group, request.source)], lambda: tensor)
     if isinstance(request, requests.AllToAll):
-        tensor = request.tensor
-        output = torch.empty_like(tensor) if request.output is None else request.output
-        return Issued([comm.start_all_to_all(output, tensor, group)], lambda: output)
+        tensor, numel = request.tensor, _all_to_all_output(request)
+        output = tensor.new_empty(numel) if request.output is None else request.output
+        return Issued([comm.start_all_to_all(output, tensor, group, request.sizes)], lambda: output)
     if isinstance(request, requests.AllGather):
         tensor = request.tensor
         gathered = tensor.new_empty(size * tensor.numel()) if request.output is None else request.output
@@ -66,7 +66,13 @@ def _check(request: Request, size: int) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}.")
     _check_contiguous(name, "tensor", tensor)
-    if isinstance(request, (requests.AllToAll, requests.ReduceScatter)) and tensor.numel() % size:
+    sizes = getattr(request, "sizes", None)
+    if sizes is not None and (list(map(len, sizes)) != [size, size] or sum(sizes[0]) != tensor.numel()):
+        raise ValueError(
+            f"{name}: expected sizes of {size} parts to send, {tensor.numel()} elements in all, and of {size} to get; "
+            f"got {sizes}."
+        )
+    if sizes is None and isinstance(request, (requests.AllToAll, requests.ReduceScatter)) and tensor.numel() % size:
         raise ValueError(
             f"{name}: {tensor.numel()} elements cannot be split into {size} equal parts, one for each rank."
         )
@@ -75,14 +81,19 @@ def _check(request: Request, size: int) -> None:
     output = getattr(request, "output", None)
     if output is not None:
         _check_contiguous(name, "output", output)
-        expected = {requests.AllToAll: tensor.numel(), requests.AllGather: tensor.numel() * size}.get(
-            type(request), tensor.numel() // size
-        )
+        if isinstance(request, requests.AllToAll):
+            expected = _all_to_all_output(request)
+        else:
+            expected = tensor.numel() * size if isinstance(request, requests.AllGather) else tensor.numel() // size
         if output.numel() != expected or output.dtype != tensor.dtype:
             raise ValueError(
                 f"{name}: expected an output of {expected} elements in {tensor.dtype}, got {output.numel()} in "
                 f"{output.dtype}."
             )
+
+
+def _all_to_all_output(request: requests.AllToAll) -> int:
+    return request.tensor.numel() if request.sizes is None else sum(request.sizes[1])
 
 
 def _check_contiguous(name: str, what: str, tensor: Tensor) -> None:

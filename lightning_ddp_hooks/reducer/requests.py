@@ -57,17 +57,19 @@ class AllReduce(Request):
 
 @dataclass(frozen=True, eq=False)
 class AllToAll(Request):
-    """Send the i-th of ``world_size`` equal parts of ``tensor`` to rank i; the result holds one part of each rank.
+    """Send the i-th of ``world_size`` parts of ``tensor`` to rank i; the result holds one part of each rank.
 
     Args:
-        tensor: Contiguous tensor whose number of elements the number of ranks divides.
-        output: Where the result goes, of the size of ``tensor``; None to allocate.
+        tensor: Contiguous tensor; without ``sizes`` the number of ranks divides its number of elements.
+        output: Where the result goes, flat; None to allocate.
         subgroup: Ranks that take part; None for all.
+        sizes: Number of elements that this rank sends to each rank, and that it gets from each; None for equal parts.
     """
 
     tensor: Tensor
     output: Tensor | None = None
     subgroup: Subgroup | None = None
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

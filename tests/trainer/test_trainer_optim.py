@@ -12,7 +12,18 @@ from lightning.pytorch.plugins import MixedPrecision
 from optim_case import OPTIMIZERS, state_bytes
 from ranks import run_ranks
 from torch import nn
-from trainer_runs import WIDTH, Net, State, assert_same, assert_trained, make_module, make_trainer, rank, state_of
+from trainer_runs import (
+    WIDTH,
+    Net,
+    State,
+    assert_close,
+    assert_same,
+    assert_trained,
+    make_module,
+    make_trainer,
+    rank,
+    state_of,
+)
 from uneven_runs import UnevenNet
 
 from lightning_ddp_hooks.callbacks import UnevenInputs
@@ -95,8 +106,10 @@ def assert_like_plain(results: list[dict[str, Fitted]], module_class: type[Net])
         plain = fits.pop("plain")
         assert_trained(plain.state, module_class)
         for name, fitted in fits.items():
+            # Gradients that go to their owners are added up in the order of ranks, and not in that of a ring.
+            rounds = len(results) > 2 and MODES[name].shard and MODES[name].overlap
             try:
-                assert_same(fitted.state, plain.state)
+                (assert_close if rounds else assert_same)(fitted.state, plain.state)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error
             assert fitted.steps == plain.steps, name
@@ -123,7 +136,9 @@ def fit_optimizers(names: list[str], strategy: dict[str, Any], options: dict[str
 def test_every_mode_gives_the_bits_of_the_plain_optimizer(world_size: int, backend: str) -> None:
     require(backend)
     settings = {"reducer_backend": backend, "gradient_as_bucket_view": world_size != 2}
-    options = {"max_epochs": 1, "limit_train_batches": 4}
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 4}
+    if world_size > 2:
+        options["precision"] = "64-true"
     # All of them on two ranks; on others some of each kind.
     names = {1: ["lion"], 2: list(OPTIMIZERS), 3: ["adamw foreach", "lion"]}[world_size]
     results = run_ranks(fit_optimizers, names, settings, options, world_size=world_size, timeout=100)
@@ -139,9 +154,9 @@ def test_the_state_is_shared_among_the_ranks() -> None:
         if not settings.shard:
             assert held == [whole] * 3, name
         else:
-            assert sum(held) == whole, name
-            whole_buckets = settings.overlap and not settings.shard_buckets  # of which there are few here
-            assert max(held) < (0.65 if whole_buckets else 0.55) * whole, name
+            counters = 4 * 8 * 3 if settings.overlap else 0  # of steps: one for each piece of a parameter
+            assert whole <= sum(held) <= whole + counters, name
+            assert max(held) < 0.55 * whole, name
 
 
 # ---------------------------------------------------------------------- situations
@@ -255,7 +270,9 @@ def test_a_situation_makes_no_difference(name: str) -> None:
     if name in ("accumulation", "frozen in turns", "powersgd"):
         strategy = {**strategy, "gradient_as_bucket_view": False, "reducer_backend": "python"}
     # On three ranks where it matters who owns what.
-    world_size = 3 if name in ("unused", "frozen in turns", "complex, channels_last", "powersgd") else 2
+    world_size = 2
+    if name in ("unused", "frozen in turns", "powersgd"):
+        world_size, options = 3, {**options, "precision": "64-true"}
     results = run_ranks(fit_modes, module_class, KINDS, strategy, options, world_size=world_size, timeout=90)
     assert_like_plain(results, module_class)
 
@@ -282,7 +299,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         (optimizer,) = trainer.optimizers
-        grads = [p.grad.clone() for p in pl_module.parameters()]
+        grads = [None if p.grad is None else p.grad.clone() for p in pl_module.parameters()]
         self.seen.append((trainer.global_step, [g["lr"] for g in optimizer.param_groups], grads, state_of(pl_module)))
 
 
@@ -300,11 +317,14 @@ def test_gradients_learning_rates_and_the_first_update_are_seen_as_ever() -> Non
     start = state_of(make_module(Groups))
     for name in MODES:
         assert len(seen[name]) == len(seen["plain"]) == 4
-        for (step, rates, grads, state), (step_0, rates_0, grads_0, state_0) in zip(
-            seen[name], seen["plain"], strict=True
+        for number, ((step, rates, grads, state), (step_0, rates_0, grads_0, state_0)) in enumerate(
+            zip(seen[name], seen["plain"], strict=True)
         ):
             assert (step, rates) == (step_0, rates_0)
-            assert all(map(torch.equal, grads, grads_0)), name
+            if MODES[name].shard and MODES[name].overlap and number:  # owners alone had them
+                assert grads == [None] * len(grads)
+            else:
+                assert all(map(torch.equal, grads, grads_0)), name
             assert_same(state, state_0)
         assert any(not torch.equal(seen[name][0][3][key], start[key]) for key in start)
 

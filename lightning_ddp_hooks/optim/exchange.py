@@ -1,0 +1,185 @@
+"""Gradients to the owners of parameters, and parameters from them: each takes half of what an all-reduce sends.
+
+On a CPU, where a further collective costs less than a copy, what is large travels as it lies in memory. On other
+devices, where it is the other way round, what belongs to one rank lies in one row, and all rows travel at once, unless
+their lengths differ much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks.hooks.workspace import SpareMemory
+from lightning_ddp_hooks.optim.pieces import Piece, in_memory_order
+from lightning_ddp_hooks.optim.sharding import ShardAssignment
+from lightning_ddp_hooks.reducer import requests
+from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.reducer.real_values import as_real, is_lazy, write_real
+from lightning_ddp_hooks.reducer.requests import Request
+
+# From this size on a broadcast of its own costs less than copying the parameter into a flat buffer and out of it.
+_DIRECT_NUMEL = 16384
+# All rows are as long as the longest: so much more than what they hold may be sent.
+_MOST_PADDING = 1.05
+
+Requests = Generator[Request, Any, None]
+
+
+class ShardExchange:
+    """Exchanges gradients and parameters between owners and others, in memory that is used again and again."""
+
+    def __init__(self, shards: ShardAssignment) -> None:
+        self._shards = shards
+        self._memory = SpareMemory()
+
+    def clear(self) -> None:
+        """Free the memory; between two steps."""
+        self._memory.clear()
+
+    # ------------------------------------------------------------------ gradients
+
+    def reduce(self, bucket: GradBucket) -> Requests:
+        """Sum a bucket's gradients over the ranks where their owners are; what others own is left as it is."""
+        buffer, size, rank = bucket.buffer(), self._shards.world_size, self._shards.rank
+        ranges = _ranges(bucket, self._shards)
+        by_owner = [[buffer[begin:end] for owner, begin, end in ranges if owner == one] for one in range(size)]
+        sizes = [sum(map(len, parts)) for parts in by_owner]
+        own, before = sizes[rank], sum(sizes[:rank])
+        if _in_rows(buffer, sizes):
+            yield from self._reduce_rows(by_owner, max(sizes))
+            return
+        received = self._memory.borrow(size * own, buffer.dtype, buffer.device)
+        borrowed, sent = [received], buffer
+        if ranges != sorted(ranges):
+            borrowed.append(self._memory.borrow(len(buffer), buffer.dtype, buffer.device))
+            sent = borrowed[1][: len(buffer)]
+            _copy([part for parts in by_owner for part in parts], into=sent)
+        yield requests.AllToAll(sent, received[: size * own], sizes=(sizes, [own] * size))
+        total = sent[before : before + own]
+        _sum_rows(received[: size * own].view(size, own), total)
+        if sent is not buffer:
+            _copy(by_owner[rank], out_of=total)
+        for memory in borrowed:
+            self._memory.give_back(memory)
+
+    def _reduce_rows(self, by_owner: Sequence[Sequence[Tensor]], length: int) -> Requests:
+        first = next(part for parts in by_owner for part in parts)
+        memory = self._memory.borrow(len(by_owner) * length, first.dtype, first.device)
+        rows = memory[: len(by_owner) * length]
+        for parts, row in zip(by_owner, rows.split(length), strict=True):
+            _copy(parts, into=row)
+        total = yield requests.ReduceScatter(rows)
+        _copy(by_owner[self._shards.rank], out_of=total)
+        self._memory.give_back(memory)
+
+    # ------------------------------------------------------------------ parameters
+
+    def send(self, params: Iterable[Tensor]) -> Requests:
+        """Send each piece of the parameters from its owner to all others."""
+        size = self._shards.world_size
+        if size == 1:
+            return
+        pieces = [(piece.owner, _values(param, piece)) for param in params for piece in self._shards.pieces(param)]
+        pieces = [(owner, values) for owner, values in pieces if values.numel()]
+        if len({(values.dtype, values.device) for _, values in pieces}) == 1:
+            by_owner = [[values for owner, values in pieces if owner == one] for one in range(size)]
+            sizes = [sum(as_real(values).numel() for values in its) for its in by_owner]
+            if _in_rows(pieces[0][1], sizes):
+                yield from self._send_rows(by_owner, max(sizes))
+                return
+        yield from self._send_each(pieces)
+
+    def _send_each(self, pieces: Sequence[tuple[int, Tensor]]) -> Requests:
+        broadcasts: list[Request] = []
+        borrowed: list[Tensor] = []
+        received: list[tuple[list[Tensor], list[Tensor]]] = []
+        small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        with _compat.span("ldh::exchange_parameters"):
+            for owner, values in pieces:
+                tensor = as_real(values)
+                if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous() and not is_lazy(values):
+                    broadcasts.append(requests.Broadcast(tensor, owner))
+                else:
+                    small.setdefault((owner, tensor.dtype, tensor.device), []).append(values)
+            for (owner, dtype, device), its_values in small.items():
+                tensors = [as_real(values) for values in its_values]
+                numel = sum(tensor.numel() for tensor in tensors)
+                borrowed.append(self._memory.borrow(numel, dtype, device))
+                flat = borrowed[-1][:numel]
+                parts = _compat.unflatten(flat, tensors)
+                if owner == self._shards.rank:
+                    _compat.foreach_copy_(parts, tensors)
+                else:
+                    received.append((its_values, parts))
+                broadcasts.append(requests.Broadcast(flat, owner))
+        if broadcasts:
+            yield requests.Together(broadcasts, purpose="parameters")
+        for its_values, parts in received:
+            write_real(its_values, parts)
+        for memory in borrowed:
+            self._memory.give_back(memory)
+
+    def _send_rows(self, by_owner: Sequence[Sequence[Tensor]], length: int) -> Requests:
+        own, real = self._shards.rank, as_real(next(values for its in by_owner for values in its))
+        with _compat.span("ldh::exchange_parameters"):
+            memory = self._memory.borrow(len(by_owner) * length, real.dtype, real.device)
+            rows = memory[: len(by_owner) * length].view(len(by_owner), length)
+            reals = [[as_real(values) for values in its] for its in by_owner]
+            parts = [_compat.unflatten(row, its) if its else [] for row, its in zip(rows, reals, strict=True)]
+            if by_owner[own]:
+                _compat.foreach_copy_(parts[own], reals[own])
+        yield requests.Together([requests.AllGather(rows[own], rows)], purpose="parameters")
+        for owner, its_values in enumerate(by_owner):
+            if its_values and owner != own:
+                write_real(its_values, parts[owner])
+        self._memory.give_back(memory)
+
+
+def _ranges(bucket: GradBucket, shards: ShardAssignment) -> list[tuple[int, int, int]]:
+    """Return the owner, begin and end of each part of a bucket that lies with one rank."""
+    ranges: list[tuple[int, int, int]] = []
+    begin = 0
+    for param in bucket.parameters():
+        reals = 2 if param.is_complex() else 1
+        for owner, start, stop in shards.pieces(param):
+            first = begin + reals * start
+            if ranges and ranges[-1][0] == owner:
+                first = ranges.pop()[1]
+            ranges.append((owner, first, begin + reals * stop))
+        begin += reals * param.numel()
+    return ranges
+
+
+def _values(param: Tensor, piece: Piece) -> Tensor:
+    """Return a piece of a parameter; the parameter itself if it is whole."""
+    return param if piece.stop - piece.start == param.numel() else in_memory_order(param)[piece.start : piece.stop]
+
+
+def _in_rows(tensor: Tensor, sizes: Sequence[int]) -> bool:
+    return not tensor.is_cpu and len(sizes) * max(sizes) <= _MOST_PADDING * sum(sizes)
+
+
+def _copy(parts: Sequence[Tensor], *, into: Tensor | None = None, out_of: Tensor | None = None) -> None:
+    """Copy flat tensors into the beginning of another, one behind the other, or out of it."""
+    lengths = [len(part) for part in parts]
+    if not lengths:
+        return
+    if into is not None:
+        _compat.foreach_copy_(into[: sum(lengths)].split(lengths), parts)
+    if out_of is not None:
+        _compat.foreach_copy_(parts, out_of[: sum(lengths)].split(lengths))
+
+
+def _sum_rows(rows: Tensor, out: Tensor) -> None:
+    """Sum what each rank has sent, in the order of ranks, rounding half precision once."""
+    if len(rows) == 2 or rows.dtype not in (torch.float16, torch.bfloat16):
+        torch.add(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            out.add_(row)
+    else:
+        out.copy_(rows.sum(dim=0, dtype=torch.float32))
