@@ -11,7 +11,7 @@ from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 if TYPE_CHECKING:
-    from lightning_ddp_hooks import callbacks
+    from lightning_ddp_hooks import callbacks, fsdp
     from lightning_ddp_hooks.lightning.fabric import FabricDDPHooksStrategy
     from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "averaging",
     "callbacks",
+    "fsdp",
     "hooks",
     "join",
     "optim",
@@ -37,8 +38,8 @@ _OF_LIGHTNING = {"DDPHooksStrategy": ".lightning.strategy", "FabricDDPHooksStrat
 
 
 def __getattr__(name: str) -> Any:
-    if name == "callbacks":
-        return import_module(f"{__name__}.callbacks")
+    if name in ("callbacks", "fsdp"):  # FSDP2 is large, too
+        return import_module(f"{__name__}.{name}")
     if name in _OF_LIGHTNING:
         return getattr(import_module(__name__ + _OF_LIGHTNING[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
