@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
+from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
 from lightning_ddp_hooks.traffic import ByteCounter
 
 
@@ -126,13 +126,13 @@ def reference(steps: range, *, micro: bool = False, clip: float | None = None) -
     return history
 
 
-def unsharded_replicas(averager: ldh.averaging.ModelAverager, mesh: DeviceMesh, steps: range) -> list[dict[str, Tensor]]:
+def unsharded_replicas(averager: ModelAverager, mesh: DeviceMesh, steps: range) -> list[dict[str, Tensor]]:
     """Train whole replicas, each on the batches of its ranks, with an averager; without FSDP."""
     model = make_model()
     optimizer = optimizer_of(model)
     first = 2 * mesh.get_local_rank("replicate")
     named = dict(model.named_parameters())
-    context = ldh.averaging.averager.plain_context(
+    context = plain_context(
         list(named), list(named.values()), optimizers=lambda: [optimizer], process_group=mesh["replicate"].get_group()
     )
     bound = averager.bind(context)
@@ -150,9 +150,7 @@ def unsharded_replicas(averager: ldh.averaging.ModelAverager, mesh: DeviceMesh, 
 
 def largest_difference(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float:
     assert len(one) == len(other)
-    return max(
-        float((a[name] - b[name]).abs().max()) for a, b in zip(one, other, strict=True) for name in a | b
-    )
+    return max(float((a[name] - b[name]).abs().max()) for a, b in zip(one, other, strict=True) for name in a | b)
 
 
 def bytes_sent(run: Callable[[], object]) -> int:

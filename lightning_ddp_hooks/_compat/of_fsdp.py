@@ -171,3 +171,10 @@ def load_sharded(state: dict[str, Any], path: str) -> None:
     from torch.distributed import checkpoint
 
     checkpoint.load(state, checkpoint_id=path)
+
+
+def device_mesh(device_type: str, sizes: dict[str, int]) -> Any:
+    """Return a mesh over all ranks, with a size for each dimension by name; collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

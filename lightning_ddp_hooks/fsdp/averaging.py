@@ -106,24 +106,23 @@ class ShardAveraging:
 
         With ``optimizers`` the same is done to the state of the inner optimizers.
         """
-        if self._averaged or self.bound.replicas_equal:
-            yield
-            return
         self.shards.refresh()
-        live = self.bound.model_tensors()
-        states = [entries for local in self._local_optimizers() for entries in local.state.values()]
-        tensors = [value for entries in states for value in entries.values() if isinstance(value, Tensor)]
-        own = [(tensor, tensor.detach().clone()) for tensor in (*live, *(tensors if optimizers else ()))]
-        self._averaged = True
+        live = [] if self._averaged or self.bound.replicas_equal else self.bound.model_tensors()
+        has_trained_alone = self.bound.step > self.bound.settings.warmup_steps
+        locals_ = self._local_optimizers() if optimizers and has_trained_alone else []
+        entries = [entry for local in locals_ for entry in local.state.values()]
+        states = [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+        own = [(tensor, tensor.detach().clone()) for tensor in (*live, *states)]
+        before, self._averaged = self._averaged, True
         try:
             with torch.no_grad():
-                self.bound.average_into(live)
-            if optimizers:
-                for local in self._local_optimizers():
+                if live:
+                    self.bound.average_into(live)
+                for local in locals_:
                     average_optimizer_state(local, self.bound.group, self._control_group)
             yield
         finally:
-            self._averaged = False
+            self._averaged = before
             with torch.no_grad():
                 for tensor, value in own:
                     tensor.copy_(value)

@@ -1,11 +1,11 @@
 """Hooks and averagers for a model that FSDP2 has sharded, and what they need in a training loop.
 
-    apply(model, ...)         once the model is sharded and on its device; collective
-      backward                gradients are reduced by the hook, over the replicas or within the reduce-scatter
-      optimizer.step()        ends a training step: averages and checks that are due
-    averaged()                around an evaluation
-    state_dict, load_from     a distributed checkpoint
-    finish, close             the end of training
+apply(model, ...)         once the model is sharded and on its device; collective
+  backward                gradients are reduced by the hook, over the replicas or within the reduce-scatter
+  optimizer.step()        ends a training step: averages and checks that are due
+averaged()                around an evaluation
+state_dict, load_from     a distributed checkpoint
+finish, close             the end of training
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class FSDPHooks:
 
     Attributes:
         model: The model.
-        step: The training step that comes next.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class FSDPHooks:
     ) -> None:
         groups = _checked_groups(model)
         self.model = model
-        self.step = 0
+        self._step = 0
         self._settings = settings
         self._params = [param for group in groups for param in group.params]
         self._shard_group = groups[0].shard_group
@@ -109,8 +108,19 @@ class FSDPHooks:
         for work in works:
             work.wait()
 
+    @property
+    def step(self) -> int:
+        """The training step that comes next."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if self._averaging is not None:
+            self._averaging.bound.step = step
+
     def _coming_step(self) -> int:
-        return self.step
+        return self._step
 
     def _reduces(self) -> bool:
         return self._averaging is None or self._averaging.syncs_gradients
@@ -130,13 +140,18 @@ class FSDPHooks:
         """The communication hook between replicas, at work; None for the mean, or in plain FSDP."""
         return None if self._reduction is None else self._reduction.hook
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint of model and optimizers alone lacks something."""
+        return self._averaging is not None or (self.hook is not None and self.hook.keeps_state)
+
     def step_ended(self) -> None:
         """Count a training step, and do what is due after it; collective over the replicas.
 
         The steps of ``optimizers`` do this by themselves. Without them call it on all ranks after each training step.
         """
         self._clock.restart()
-        self.step += 1
+        self._step += 1
         if self._averaging is not None:
             self._averaging.after_step()
         every = self._settings.check_replicas_every_n_steps
@@ -165,7 +180,7 @@ class FSDPHooks:
             self._averaging.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return clock, hook's and averager's state, to be an entry in ``torch.distributed.checkpoint.save``; collective.
+        """Return the state of clock, hook and averager, an entry for ``torch.distributed.checkpoint.save``; collective.
 
         With an averager, save it together with model and optimizer under ``averaged(optimizers=True)``: a run that goes
         on starts all replicas from the averaged model.
@@ -191,11 +206,8 @@ class FSDPHooks:
         self.step = int(state["step"])
         if self.hook is not None and state["hook"] is not None:
             self.hook.load_state_dict(state["hook"])
-        if self._averaging is not None:
-            if state["averager"] is None:
-                self._averaging.bound.step = self.step
-            else:
-                self._averaging.load_state_dict(state["averager"])
+        if self._averaging is not None and state["averager"] is not None:
+            self._averaging.load_state_dict(state["averager"])
 
     def stats(self) -> dict[str, Any]:
         """Return the step, the numbers of ranks, and what the hook says of itself."""
@@ -268,6 +280,11 @@ def apply(
     return FSDPHooks(model, settings, given, None if group is None else comm.resolve_group(group))
 
 
+def has_replicas(model: nn.Module) -> bool:
+    """Tell whether a model was sharded on a mesh with replicas."""
+    return any(group.replicate_group is not None for group in of_fsdp.param_groups(model))
+
+
 def _checked_groups(model: nn.Module) -> list[of_fsdp.ParamGroup]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected a torch.nn.Module, got {type(model).__name__}.")
@@ -289,14 +306,19 @@ def _checked_groups(model: nn.Module) -> list[of_fsdp.ParamGroup]:
             "A part of the model is replicated and not sharded (`replicate`): use `ldh.DataParallel` for a model that "
             "fits on a device."
         )
+    sharded = {id(param.param) for group in groups for param in group.params}
+    outside = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in sharded]
+    if outside:
+        raise ValueError(
+            f"Nobody reduces the gradient of {outside[0]!r} ({len(outside)} parameters of no sharded module): call "
+            "`fully_shard` on the whole model too, after its parts, or freeze them."
+        )
     if any(param.param.is_meta for group in groups for param in group.params):
         raise ValueError("Some parameters are on the meta device: call `model.to_empty(...)` and load weights first.")
     return groups
 
 
-def _replicas_of(
-    groups: Sequence[of_fsdp.ParamGroup], replicas: comm.ProcessGroup | None
-) -> comm.ProcessGroup | None:
+def _replicas_of(groups: Sequence[of_fsdp.ParamGroup], replicas: comm.ProcessGroup | None) -> comm.ProcessGroup | None:
     """Return the ranks that hold the same shards; raise unless all groups have the same ones."""
     meshes = {
         tuple(None if part is None else tuple(comm.global_ranks(part)) for part in (g.shard_group, g.replicate_group))

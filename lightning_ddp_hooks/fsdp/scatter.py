@@ -131,7 +131,7 @@ def reduce_scatter_by(hook: CommHook, rank: int, step: Callable[[], int]) -> Red
             )
         return _QuantizedScatter(hook, rank, step)
     raise ValueError(
-        f"{hook_name(hook)} makes an all-reduce, which plain FSDP has none of: on a mesh of one dimension gradients are "
-        "reduced and scattered, which Cast (without `inner`) and BlockQuantize can do. Use one of them, or shard the "
-        "model on a mesh with replicas (hosts x devices of a host), between which any hook can work."
+        f"{hook_name(hook)} makes an all-reduce, which plain FSDP has none of: on a mesh of one dimension gradients "
+        "are reduced and scattered, which Cast (without `inner`) and BlockQuantize can do. Use one of them, or shard "
+        "the model on a mesh with replicas (hosts x devices of a host), between which any hook can work."
     )

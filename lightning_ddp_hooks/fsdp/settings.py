@@ -33,9 +33,9 @@ class FSDPSettings:
         functions = [part for part in parts_of(hook) if isinstance(part, TorchHook)]
         if functions:
             raise ValueError(
-                f"The function {hook_name(functions[0].hook)} issues collectives itself, over ranks that it chooses; on "
-                "a sharded model a hook works between replicas only. Use a declaration, such as "
-                "PowerSGD(...), or write a `CommHook`."
+                f"The function {hook_name(functions[0].hook)} issues collectives itself, over ranks that it chooses; "
+                "on a sharded model a hook works between replicas only. Use a declaration, such as PowerSGD(...), or "
+                "write a `CommHook`."
             )
         if hook is not None and hook.replicas_differ_from() is not None:
             raise ValueError(
