@@ -11,8 +11,9 @@ from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
 if TYPE_CHECKING:
-    from lightning_ddp_hooks import callbacks
+    from lightning_ddp_hooks import callbacks, fsdp
     from lightning_ddp_hooks.lightning.fabric import FabricDDPHooksStrategy
+    from lightning_ddp_hooks.lightning.fsdp_strategy import FSDPHooksStrategy
     from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 
 __version__ = "0.1.0"
@@ -22,23 +23,29 @@ __all__ = [
     "DDPHooksStrategy",
     "DataParallel",
     "DistributedDataParallel",
+    "FSDPHooksStrategy",
     "FabricDDPHooksStrategy",
     "GradBucket",
     "__version__",
     "averaging",
     "callbacks",
+    "fsdp",
     "hooks",
     "join",
     "optim",
 ]
 
 # Plain PyTorch does without Lightning, which takes seconds to load: what needs it is loaded where it is asked for.
-_OF_LIGHTNING = {"DDPHooksStrategy": ".lightning.strategy", "FabricDDPHooksStrategy": ".lightning.fabric"}
+_OF_LIGHTNING = {
+    "DDPHooksStrategy": ".lightning.strategy",
+    "FSDPHooksStrategy": ".lightning.fsdp_strategy",
+    "FabricDDPHooksStrategy": ".lightning.fabric",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "callbacks":
-        return import_module(f"{__name__}.callbacks")
+    if name in ("callbacks", "fsdp"):  # FSDP2 is large, too
+        return import_module(f"{__name__}.{name}")
     if name in _OF_LIGHTNING:
         return getattr(import_module(__name__ + _OF_LIGHTNING[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -47,7 +54,7 @@ def __getattr__(name: str) -> Any:
 @cache
 def _register() -> None:
     names = import_module(f"{__name__}.lightning.names")
-    names.register(__getattr__("DDPHooksStrategy"), __getattr__("FabricDDPHooksStrategy"))
+    names.register(*map(__getattr__, _OF_LIGHTNING))
 
 
 _lightning_package.when_imported("lightning", _register)

@@ -217,7 +217,8 @@ def _check_seconds(name: str, none: str, value: object) -> None:
         raise ValueError(f"Expected a positive number of seconds for `{name}`, or None for {none}, got {value!r}.")
 
 
-def _check_interval(value: object) -> None:
+def check_interval(value: object) -> None:
+    """Raise unless a value can be a `check_replicas_every_n_steps`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected a number of steps or None for `check_replicas_every_n_steps`, got {value!r}.")
     if value < 0:
@@ -230,6 +231,6 @@ _CHECKS: dict[str, Callable[[object], None]] = {
     "timeout": _check_timeout,
     "failure_timeout": partial(_check_seconds, "failure_timeout", "no reports"),
     "stall_timeout": partial(_check_seconds, "stall_timeout", "ten minutes"),
-    "check_replicas_every_n_steps": _check_interval,
+    "check_replicas_every_n_steps": check_interval,
     "process_group_backend": _check_backend_name,
 }

@@ -15,7 +15,7 @@ LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
     ["lightning", "callbacks"],
-    ["data_parallel", "torch_arguments"],
+    ["data_parallel", "torch_arguments", "fsdp"],
     ["run"],
     ["run_hook", "optimizer_clock"],
     ["checkpoint"],

@@ -77,6 +77,11 @@ class Cast(CommHook):
                 "Leave `accumulate` at 'wire', or leave out `inner`."
             )
 
+    @property
+    def comm_dtype(self) -> torch.dtype:
+        """Dtype in which values are sent."""
+        return _comm_dtype(self.dtype)
+
     def inner_hooks(self) -> Sequence[HookLike | None]:
         """Return the inner hook."""
         return [self.inner]

@@ -44,9 +44,10 @@ def register_names(strategy: Any, registry: Any) -> None:
             )
 
 
-def register(of_trainer: Any, of_fabric: Any) -> None:
+def register(of_trainer: Any, sharded: Any, of_fabric: Any) -> None:
     """Make the strategies known to Trainer and Fabric by name."""
     of_trainer.register_strategies(StrategyRegistry)
+    sharded.register_strategies(StrategyRegistry)
     of_fabric.register_strategies(STRATEGY_REGISTRY)
     refuse_in_other_package("ddp_hooks")
 
