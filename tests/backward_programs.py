@@ -4,17 +4,15 @@ All numbers are small integers, whose sums and halves are exact, so that results
 whatever order they are summed.
 """
 
-import copy
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,10 +32,9 @@ class Op:
     """One operation.
 
     Attributes:
-        kind: "local" (through the module), "no_sync", "evaluate", "zero", "sync", or "within" (as "sync", with a
-            backward through the module between forward and backward). "abort": an exception ends a backward in its
-            middle, on all ranks. "drop": the wrapper goes, and the module is used bare until "wrap". "join": an epoch
-            in a Join context.
+        kind: "local" (through the module), "no_sync", "evaluate", "zero" or "sync". "abort": an exception ends a
+            backward in its middle, on all ranks. "drop": the wrapper goes, and the module is used bare until "wrap".
+            "join": an epoch in a Join context.
         wrappers: Which wrappers it is about; several in one loss, or one behind the other.
         chained: Whether the first one's output is the second one's input.
         outside: How the wrapper's call is checkpointed: "", "plain", "reentrant" or "nested".
@@ -47,7 +44,10 @@ class Op:
             before them, "checkpoints" for two checkpointed forwards in one backward.
         again: Whether the backward is run a second time on the retained graph.
         to_none: Whether gradients are set to None, or to zero.
-        under: What is aborted: "local", "no_sync" or "sync". Of "drop": "sync" if a backward is still to come.
+        between: What runs between forward and backward of "sync": another kind, or "forward".
+        mixes: Whether the loss has a part that was computed under `no_sync`.
+        under: What is aborted: "local", "no_sync" or "sync". Of "drop" and "wrap": "sync" if the old wrapper's outputs
+            have their backward afterwards.
         batches: How many batches each rank has in an epoch.
         accumulates: Whether each batch in an epoch comes in two halves, the first one under `no_sync`.
         by_world: Whether gradients of an epoch are divided by the number of all ranks.
@@ -63,6 +63,8 @@ class Op:
     apart: str = ""
     again: bool = False
     to_none: bool = True
+    between: str = ""
+    mixes: bool = False
     under: str = "local"
     batches: tuple[int, ...] = (1, 1, 1, 1)
     accumulates: bool = False
@@ -74,7 +76,7 @@ class Op:
         """Whether stock DDP reduces what comes through its outputs, too."""
         if self.kind == "join":  # in the others' backwards a rank without data sends zeros, whatever it holds
             return self.clears != "never" and min(self.batches) > 0
-        return self.kind != "within" and not self.again and not (self.kind == "abort" and self.under == "sync")
+        return not (self.between in ("local", "no_sync") or self.again or (self.kind, self.under) == ("abort", "sync"))
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Program:
         """Whether stock DDP does it right."""
         shared = self.trunk or self.find_unused  # a parameter's second gradient, a second look for unused ones
         return all(op.stock and not (shared and op.apart in ("outputs", "forwards")) for op in self.ops) and not (
-            self.find_unused and any(op.inside == "reentrant" for op in self.ops)
+            self.find_unused and any(op.inside == "reentrant" or op.mixes or op.between for op in self.ops)
         )
 
 
@@ -243,13 +245,12 @@ class _Machine:
         (w,) = op.wrappers
         outputs = self.forward(op) if op.under == "sync" else ()
         self.models[w] = Bare(self.models[w].module)
+        if op.kind == "wrap":
+            self.models[w] = self.wrapped(self.models[w].module)
         if outputs:
             self.loss(outputs).backward()
 
-    def wrap(self, op: Op) -> None:
-        (w,) = op.wrappers
-        self.models[w] = net = self.models[w].module  # the last wrapper goes
-        self.models[w] = self.wrapped(net)
+    wrap = drop
 
     def join(self, op: Op) -> None:
         (w,) = op.wrappers
@@ -293,19 +294,19 @@ class _Machine:
         if op.clears != "never":
             model.module.zero_grad()
 
-    def within(self, op: Op) -> None:
-        self.sync(op)
-
     def sync(self, op: Op, reduce: Callable[[], None] | None = None) -> None:
         forwards = [self.forward(op, heads=heads) for heads in self.parts(op)]
-        if op.kind == "within":
-            self.local(Op("local", op.wrappers[:1], inside=op.inside, heads=op.heads))
+        if op.between:
+            getattr(self, op.between)(Op(op.between, op.wrappers[:1], inside=op.inside, heads=op.heads))
         if op.apart == "outputs":
             losses = [self.loss((output,)) for outputs in forwards for output in outputs]
         elif op.apart == "checkpoints":
             losses = [self.loss(tuple(output for outputs in forwards for output in outputs))]
         else:
             losses = [self.loss(outputs) for outputs in forwards]
+        if op.mixes:
+            with self.models[op.wrappers[0]].no_sync():
+                losses[0] = losses[0] + self.loss(self.forward(op))
         for _ in range(1 + op.again):
             for number, loss in enumerate(losses):
                 loss.backward(retain_graph=op.again or number + 1 < len(losses))
@@ -380,84 +381,14 @@ def differences(programs: Sequence[Program], subjects: Sequence[str]) -> list[st
                 # At once: the other rank may be waiting for this one.
                 raise RuntimeError(f"{program}\n{found if isinstance(found, str) else wanted}")
             for what, gradients in found.items():
-                off = [i for i, pair in enumerate(zip(gradients, wanted[what], strict=True)) if not _same(*pair)]
+                right = wanted[what]
+                off = [i for i, pair in enumerate(zip(gradients, right, strict=True)) if not _same(*pair)]
                 if off:
                     i = off[0]
-                    texts.append(f"{program}\n{subject}, {what}, parameters {off}: {gradients[i]}, not {wanted[what][i]}")
+                    texts.append(f"{program}\n{subject}, {what}, parameters {off}: {gradients[i]}, not {right[i]}")
                     break
     return texts
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
-
-
-_INSIDE = st.sampled_from(["", "", "plain", "reentrant"])
-_OUTSIDE = st.sampled_from(["", "", "plain", "reentrant", "nested"])
-_SOME = st.lists(st.integers(0, HEADS - 1), min_size=1, max_size=HEADS, unique=True).map(tuple)
-_KINDS = ["local", "no_sync", "evaluate", "zero", *["sync"] * 5, "within", "abort", "drop", "wrap", "join", "join"]
-
-
-@st.composite
-def syncs(draw: st.DrawFn, find_unused: bool) -> Op:
-    """Draw how a wrapper's forwards and backwards are arranged in a step."""
-    inside, outside = draw(_INSIDE), draw(_OUTSIDE)
-    apart = draw(st.sampled_from(["", "checkpoints"])) if outside else ""
-    if apart and outside == "plain" and inside == "reentrant":
-        inside = "plain"  # gradients would come twice in some of the backwards, which is an error
-    heads = draw(st.tuples(_SOME, _SOME)) if find_unused else ALL
-    return Op("sync", outside=outside, inside=inside, apart=apart, heads=heads)
-
-
-@st.composite
-def ops(draw: st.DrawFn, find_unused: bool, of_static: Sequence[Op]) -> Op:
-    """Draw an operation; of wrappers with a static graph, whose steps are all alike."""
-    kind = draw(st.sampled_from(_KINDS))
-    wrappers = draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
-    if kind == "zero":
-        return Op(kind, wrappers, to_none=draw(st.booleans()))
-    if kind != "sync":
-        wrappers = wrappers[:1]
-    op = of_static[wrappers[0]] if of_static else draw(syncs(find_unused))
-    op = replace(op, kind=kind, wrappers=wrappers)
-    if kind == "join":
-        return replace(
-            op,
-            outside=op.outside if of_static else "",
-            apart=op.apart if of_static else "",
-            batches=draw(st.tuples(*[st.integers(0, 3)] * 4)),
-            accumulates=draw(st.booleans()),
-            by_world=draw(st.booleans()),
-            clears=draw(st.sampled_from(["begin", "end", "never"])),
-        )
-    if kind in ("local", "no_sync", "evaluate"):
-        heads = op.heads if of_static or kind == "evaluate" else draw(st.tuples(_SOME, _SOME))
-        return replace(op, apart="", heads=heads)
-    if kind in ("abort", "drop"):
-        under = draw(st.sampled_from(["local", "no_sync", "sync"]))
-        return replace(op, apart="", outside="", under=under)
-    if kind == "within":
-        return op if of_static else replace(op, outside="", apart="")
-    if of_static:
-        return replace(op, wrappers=wrappers[:1])
-    if len(wrappers) == 2:
-        return replace(op, chained=not op.outside and draw(st.booleans()), apart="")
-    if op.outside:
-        return op
-    apart = draw(st.sampled_from(["", "", "outputs", "forwards"]))
-    if apart:
-        return replace(op, apart=apart, heads=(op.heads[0], op.heads[0]))  # as many backwards on all ranks
-    return replace(op, again=draw(st.sampled_from([False, False, True])))
-
-
-@st.composite
-def programs(draw: st.DrawFn, length: int = 6) -> Program:
-    """Draw a program."""
-    find_unused, static_graph = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
-    heads = draw(st.sampled_from([ALL, draw(st.tuples(_SOME, _SOME))]))
-    of_static = [replace(draw(syncs(False)), heads=heads) for _ in range(WRAPPERS if static_graph else 0)]
-    drawn = draw(st.lists(ops(find_unused, of_static), min_size=1, max_size=length).map(tuple))
-    trunk = draw(st.booleans())
-    if find_unused and not draw(st.booleans()):  # then one that stock DDP can run
-        trunk = False
-    return Program(drawn, find_unused, static_graph, trunk, draw(st.booleans()), draw(st.integers(0, 1000)))
