@@ -114,7 +114,12 @@ def rank(group: ProcessGroup | None = None) -> int:
 
 def global_ranks(group: ProcessGroup) -> list[int]:
     """Return the global rank of each member, in the order of the group."""
-    return list(dist.get_process_group_ranks(group))
+    try:
+        return list(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise ValueError(
+            "The ranks of the process group are not known to torch.distributed: make it by torch.distributed.new_group."
+        ) from None
 
 
 def backend_name(group: ProcessGroup) -> str:
@@ -136,9 +141,10 @@ def new_group(
     parent: ProcessGroup, *, cpu: bool = False, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
     """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all of them."""
+    ranks = global_ranks(parent)
     if backend is None:
         backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
-    return _make(global_ranks(parent), backend, timeout or timeout_of(parent))
+    return _make(ranks, backend, timeout or timeout_of(parent))
 
 
 def group_name(group: ProcessGroup) -> str:

@@ -171,7 +171,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Run the module; with gradients enabled, prepare for the backward."""
         if self._run.closed:
             raise RuntimeError("The wrapper has been detached: call its `.module`.")
-        self.reducer.finalize_pending_backward(before_forward=True)
         self._run.before_forward(self._announce_forward())
         if (device := self._moves_to) is not None:
             args, kwargs = map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
@@ -252,6 +251,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Tell joined ranks of this forward; return the rank whose buffers it begins with."""
         if self._join is None or self._held is None:
             return 0
+        self.reducer.finalize_pending_backward(before_forward=True)
         self._held.look()
         if self.reducer.buffers.refresh_due:
             event = Join.notify(self, BUFFERS)

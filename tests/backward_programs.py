@@ -4,16 +4,15 @@ All numbers are small integers, whose sums and halves are exact, so that results
 whatever order they are summed.
 """
 
-import copy
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,13 +23,18 @@ WIDTH = 3
 WRAPPERS = 2
 
 
+Heads = tuple[tuple[int, ...], tuple[int, ...]]
+ALL: Heads = ((0, 1, 2), (0, 1, 2))
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation.
 
     Attributes:
-        kind: "local" (through the module), "no_sync", "evaluate", "zero", "sync", or "within" (as "sync", with a
-            backward through the module between forward and backward).
+        kind: "local" (through the module), "no_sync", "evaluate", "zero" or "sync". "abort": an exception ends a
+            backward in its middle, on all ranks. "drop": the wrapper goes, and the module is used bare until "wrap".
+            "join": an epoch in a Join context.
         wrappers: Which wrappers it is about; several in one loss, or one behind the other.
         chained: Whether the first one's output is the second one's input.
         outside: How the wrapper's call is checkpointed: "", "plain", "reentrant" or "nested".
@@ -40,6 +44,14 @@ class Op:
             before them, "checkpoints" for two checkpointed forwards in one backward.
         again: Whether the backward is run a second time on the retained graph.
         to_none: Whether gradients are set to None, or to zero.
+        between: What runs between forward and backward of "sync": another kind, or "forward".
+        mixes: Whether the loss has a part that was computed under `no_sync`.
+        under: What is aborted: "local", "no_sync" or "sync". Of "drop" and "wrap": "sync" if the old wrapper's outputs
+            have their backward afterwards.
+        batches: How many batches each rank has in an epoch.
+        accumulates: Whether each batch in an epoch comes in two halves, the first one under `no_sync`.
+        by_world: Whether gradients of an epoch are divided by the number of all ranks.
+        clears: When an epoch clears gradients: at the "begin" or the "end" of a batch, or "never".
     """
 
     kind: str
@@ -47,15 +59,24 @@ class Op:
     chained: bool = False
     outside: str = ""
     inside: str = ""
-    heads: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 1, 2), (0, 1, 2))
+    heads: Heads = ALL
     apart: str = ""
     again: bool = False
     to_none: bool = True
+    between: str = ""
+    mixes: bool = False
+    under: str = "local"
+    batches: tuple[int, ...] = (1, 1, 1, 1)
+    accumulates: bool = False
+    by_world: bool = True
+    clears: str = "begin"
 
     @property
     def stock(self) -> bool:
         """Whether stock DDP reduces what comes through its outputs, too."""
-        return self.kind != "within" and not self.again
+        if self.kind == "join":  # in the others' backwards a rank without data sends zeros, whatever it holds
+            return self.clears != "never" and min(self.batches) > 0
+        return not (self.between in ("local", "no_sync") or self.again or (self.kind, self.under) == ("abort", "sync"))
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,7 @@ class Program:
 
     ops: tuple[Op, ...]
     find_unused: bool
+    static_graph: bool
     trunk: bool
     views: bool
     seed: int
@@ -73,13 +95,22 @@ class Program:
         """Whether stock DDP does it right."""
         shared = self.trunk or self.find_unused  # a parameter's second gradient, a second look for unused ones
         return all(op.stock and not (shared and op.apart in ("outputs", "forwards")) for op in self.ops) and not (
-            self.find_unused and any(op.inside == "reentrant" for op in self.ops)
+            self.find_unused and any(op.inside == "reentrant" or op.mixes or op.between for op in self.ops)
         )
+
+
+class Failure(Exception):
+    """Raised in the middle of a backward."""
+
+
+def _fail(_: Tensor) -> None:
+    raise Failure
 
 
 class Net(nn.Module):
     def __init__(self, trunk: bool, generator: torch.Generator) -> None:
         super().__init__()
+        self.fails = False
         self.trunk = nn.Linear(WIDTH, WIDTH) if trunk else nn.Identity()
         self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(HEADS))
         self.double()
@@ -89,21 +120,20 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, heads: Sequence[int], inside: str) -> tuple[Tensor, ...]:
         h = self.trunk(x).relu()
+        if self.fails and h.requires_grad:
+            h.register_hook(_fail)
         return tuple(
             checkpoint(self.heads[i], h, use_reentrant=inside == "reentrant") if inside else self.heads[i](h)
             for i in heads
         )
 
 
-class ByHand(nn.Module):
-    """Reduces only when it is told to: the reference where stock DDP does otherwise."""
+class Bare(nn.Module):
+    """A module without a wrapper."""
 
     def __init__(self, module: Net) -> None:
         super().__init__()
         self.module = module
-        self.used: set[int] = set()
-        for index, param in enumerate(module.parameters()):
-            param.register_post_accumulate_grad_hook(lambda _, index=index: self.used.add(index))
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         return self.module(*args)  # type: ignore[no-any-return]
@@ -112,75 +142,177 @@ class ByHand(nn.Module):
         return torch.enable_grad()
 
     def reduce(self) -> None:
+        """Nothing is reduced."""
+
+
+class ByHand(Bare):
+    """Reduces only when it is told to: the reference where stock DDP does otherwise."""
+
+    def __init__(self, module: Net) -> None:
+        super().__init__(module)
+        self.used: set[int] = set()
+        for index, param in enumerate(module.parameters()):
+            param.register_post_accumulate_grad_hook(lambda _, index=index: self.used.add(index))
+
+    def reduce(self, divisor: int = 0, *, adds: bool = True) -> None:
+        """Reduce what has been accumulated; without data a rank ``adds`` what it holds, or nothing."""
         for index, param in enumerate(self.module.parameters()):
             flag = torch.tensor(float(index in self.used))
             dist.all_reduce(flag)
+            if not (adds or self.used):
+                param.grad = None
             if flag:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
+                param.grad /= divisor or dist.get_world_size()
         self.used.clear()
+
+    def drop_gradients(self) -> None:
+        """Do what follows an exception on all ranks."""
+        self.used.clear()
+        self.module.zero_grad()
+
+
+def _ours(backend: str) -> Callable[..., Any]:
+    return lambda net, **settings: ldh.DataParallel(net, first_bucket_mb=1e-4, reducer_backend=backend, **settings)
 
 
 WRAP: dict[str, Callable[..., Any]] = {
     "stock": lambda net, **settings: nn.parallel.DistributedDataParallel(net, **settings),
     "by hand": lambda net, **_: ByHand(net),
-    "python": lambda net, **settings: ldh.DataParallel(net, first_bucket_mb=1e-4, reducer_backend="python", **settings),
-    "native": lambda net, **settings: ldh.DataParallel(net, first_bucket_mb=1e-4, reducer_backend="native", **settings),
+    "python": _ours("python"),
+    "native": _ours("native"),
 }
 
 
 class _Machine:
-    """Runs a program under one kind of wrapper."""
+    """Runs a program under one kind of wrapper.
+
+    Attributes:
+        found: Gradients after each operation, and after each batch of an epoch.
+    """
 
     def __init__(self, program: Program, subject: str) -> None:
         generator = torch.Generator().manual_seed(program.seed)
-        self.nets = [Net(program.trunk, generator) for _ in range(WRAPPERS)]
-        self.models = [
-            WRAP[subject](
-                copy.deepcopy(net),
-                bucket_cap_mb=1e-4,
-                find_unused_parameters=program.find_unused,
-                gradient_as_bucket_view=program.views,
-            )
-            for net in self.nets
-        ]
+        self.subject = subject
+        self.settings = {
+            "bucket_cap_mb": 1e-4,
+            "find_unused_parameters": program.find_unused,
+            "static_graph": program.static_graph,
+            "gradient_as_bucket_view": program.views,
+        }
+        self.models = [self.wrapped(Net(program.trunk, generator)) for _ in range(WRAPPERS)]
         self.rank = dist.get_rank()
         self.inputs = torch.Generator().manual_seed(1000 * program.seed + self.rank)
+        self.found: dict[str, list[Tensor | None]] = {}
 
-    def run(self, op: Op) -> None:
-        if op.kind == "zero":
-            for w in op.wrappers:
-                self.models[w].module.zero_grad(set_to_none=op.to_none)
-        elif op.kind == "evaluate":
-            with torch.no_grad():
-                self.loss(self.forward(op))
-        elif op.kind == "local":
-            self.loss(self.forward(op, [model.module for model in self.models])).backward()
-        elif op.kind == "no_sync":
-            with self.models[op.wrappers[0]].no_sync():
-                self.loss(self.forward(op)).backward()
-        else:
-            self.sync(op)
+    def wrapped(self, net: Net) -> Any:
+        return WRAP[self.subject](net, **self.settings)
 
-    def sync(self, op: Op) -> None:
+    def run(self, number: int, op: Op) -> None:
+        self.number = number
+        getattr(self, op.kind)(op)
+        self.record("end")
+
+    def zero(self, op: Op) -> None:
+        for w in op.wrappers:
+            self.models[w].module.zero_grad(set_to_none=op.to_none)
+
+    def evaluate(self, op: Op) -> None:
+        with torch.no_grad():
+            self.loss(self.forward(op))
+
+    def local(self, op: Op) -> None:
+        self.loss(self.forward(op, [model.module for model in self.models])).backward()
+
+    def no_sync(self, op: Op) -> None:
+        with self.models[op.wrappers[0]].no_sync():
+            self.loss(self.forward(op)).backward()
+
+    def abort(self, op: Op) -> None:
+        for w in op.wrappers:
+            self.models[w].module.fails = True
+        with suppress(Failure):
+            getattr(self, op.under)(op)
+        for w in op.wrappers:
+            model = self.models[w]
+            model.module.fails = False
+            if op.under == "sync" and isinstance(model, ByHand):
+                model.drop_gradients()
+        self.evaluate(op)  # what is left of the backward ends here
+
+    def drop(self, op: Op) -> None:
+        (w,) = op.wrappers
+        outputs = self.forward(op) if op.under == "sync" else ()
+        self.models[w] = Bare(self.models[w].module)
+        if op.kind == "wrap":
+            self.models[w] = self.wrapped(self.models[w].module)
+        if outputs:
+            self.loss(outputs).backward()
+
+    wrap = drop
+
+    def join(self, op: Op) -> None:
+        (w,) = op.wrappers
+        model = self.models[w]
+        batches = [op.batches[rank % len(op.batches)] for rank in range(dist.get_world_size())]
+        if isinstance(model, Bare):
+            if isinstance(model, ByHand):
+                self.join_by_hand(op, model, batches)
+            return
+        with model.join(divide_by_initial_world_size=op.by_world):
+            for number in range(batches[self.rank]):
+                self.batch(op, number, model, lambda: None)
+        self.epoch_ended(op, model, batches)
+
+    def join_by_hand(self, op: Op, model: ByHand, batches: Sequence[int]) -> None:
+        for number in range(max(batches)):
+            active = sum(count > number for count in batches)
+            divisor = 0 if op.by_world else active
+            if batches[self.rank] > number:
+                self.batch(op, number, model, lambda divisor=divisor: model.reduce(divisor))
+            else:
+                holds = op.clears == "never" or (op.clears == "end" and number == 0)  # the sums the others add to
+                model.reduce(divisor, adds=op.by_world and holds)
+        if batches[self.rank] < max(batches) and op.clears == "end":
+            model.module.zero_grad()
+        self.epoch_ended(op, model, batches)
+
+    def batch(self, op: Op, number: int, model: Any, reduce: Callable[[], None]) -> None:
+        if op.clears == "begin":
+            model.module.zero_grad()
+        if op.accumulates:
+            self.no_sync(op)
+        self.sync(op, reduce)
+        self.record(f"batch {number}")
+        if op.clears == "end":
+            model.module.zero_grad()
+
+    def epoch_ended(self, op: Op, model: Any, batches: Sequence[int]) -> None:
+        if self.subject != "stock" or batches[self.rank] == max(batches):
+            self.record("end of epoch")
+        if op.clears != "never":
+            model.module.zero_grad()
+
+    def sync(self, op: Op, reduce: Callable[[], None] | None = None) -> None:
         forwards = [self.forward(op, heads=heads) for heads in self.parts(op)]
-        if op.kind == "within":
-            all_heads = ((0, 1, 2), (0, 1, 2))
-            local = Op("local", op.wrappers[:1], inside=op.inside, heads=all_heads)
-            self.loss(self.forward(local, [model.module for model in self.models])).backward()
+        if op.between:
+            getattr(self, op.between)(Op(op.between, op.wrappers[:1], inside=op.inside, heads=op.heads))
         if op.apart == "outputs":
             losses = [self.loss((output,)) for outputs in forwards for output in outputs]
         elif op.apart == "checkpoints":
             losses = [self.loss(tuple(output for outputs in forwards for output in outputs))]
         else:
             losses = [self.loss(outputs) for outputs in forwards]
+        if op.mixes:
+            with self.models[op.wrappers[0]].no_sync():
+                losses[0] = losses[0] + self.loss(self.forward(op))
         for _ in range(1 + op.again):
             for number, loss in enumerate(losses):
                 loss.backward(retain_graph=op.again or number + 1 < len(losses))
             for w in op.wrappers:
-                if isinstance(self.models[w], ByHand):
-                    self.models[w].reduce()
+                if isinstance(self.models[w], Bare):
+                    (reduce or self.models[w].reduce)()
 
     def parts(self, op: Op) -> list[tuple[int, ...]]:
         heads = op.heads[self.rank % 2]
@@ -215,27 +347,27 @@ class _Machine:
     def loss(self, outputs: Sequence[Tensor]) -> Tensor:
         return torch.stack([(i + 1) * output.sum() for i, output in enumerate(outputs)]).sum()
 
-    def gradients(self) -> list[Tensor | None]:
+    def record(self, what: str) -> None:
         params = [param for model in self.models for param in model.module.parameters()]
-        return [None if param.grad is None else param.grad.clone() for param in params]
+        gradients = [None if param.grad is None else param.grad.clone() for param in params]
+        self.found[f"operation {self.number}, {what}"] = gradients
 
 
-def outcome(program: Program, subject: str) -> list[list[Tensor | None]] | str:
+def outcome(program: Program, subject: str) -> dict[str, list[Tensor | None]] | str:
     """Run a program on this rank; return the gradients after each operation, or what went wrong."""
-    found = []
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # an evaluation
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")  # by stock DDP
+    number = -1
     try:
         machine = _Machine(program, subject)
-        for op in program.ops:
-            machine.run(op)
-            found.append(machine.gradients())
+        for number, op in enumerate(program.ops):
+            machine.run(number, op)
         for model in machine.models:
             if isinstance(model, ldh.DataParallel):
                 model.detach()
     except Exception:
-        return f"{subject}, operation {len(found)}: {traceback.format_exc()}"
-    return found
+        return f"{subject}, operation {number}: {traceback.format_exc()}"
+    return machine.found
 
 
 def differences(programs: Sequence[Program], subjects: Sequence[str]) -> list[str]:
@@ -248,54 +380,15 @@ def differences(programs: Sequence[Program], subjects: Sequence[str]) -> list[st
             if isinstance(found, str) or isinstance(wanted, str):
                 # At once: the other rank may be waiting for this one.
                 raise RuntimeError(f"{program}\n{found if isinstance(found, str) else wanted}")
-            for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
-                off = [i for i, pair in enumerate(zip(a, b, strict=True)) if not _same(*pair)]
+            for what, gradients in found.items():
+                right = wanted[what]
+                off = [i for i, pair in enumerate(zip(gradients, right, strict=True)) if not _same(*pair)]
                 if off:
                     i = off[0]
-                    texts.append(f"{program}\n{subject}, operation {number}, parameters {off}: {a[i]}, not {b[i]}")
+                    texts.append(f"{program}\n{subject}, {what}, parameters {off}: {gradients[i]}, not {right[i]}")
                     break
     return texts
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
-
-
-@st.composite
-def ops(draw: st.DrawFn, find_unused: bool) -> Op:
-    """Draw an operation."""
-    kind = draw(st.sampled_from(["local", "no_sync", "evaluate", "zero", "sync", "sync", "sync", "sync", "within"]))
-    wrappers = draw(st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
-    if kind == "zero":
-        return Op(kind, wrappers, to_none=draw(st.booleans()))
-    if kind in ("local", "no_sync", "evaluate", "within"):
-        wrappers = wrappers[:1]
-    inside = draw(st.sampled_from(["", "", "plain", "reentrant"]))
-    some = st.lists(st.integers(0, HEADS - 1), min_size=1, max_size=HEADS, unique=True).map(tuple)
-    heads = draw(st.tuples(some, some)) if find_unused or kind in ("local", "no_sync") else ((0, 1, 2),) * 2
-    if kind == "local":
-        return Op(kind, wrappers, inside=inside, heads=heads)
-    outside = draw(st.sampled_from(["", "", "plain", "reentrant", "nested"]))
-    if kind != "sync":
-        return Op(kind, wrappers, outside=outside if kind != "within" else "", inside=inside, heads=heads)
-    chained = len(wrappers) == 2 and not outside and draw(st.booleans())
-    apart, again = "", False
-    if len(wrappers) == 1:
-        apart = draw(st.sampled_from(["", "", "outputs", "forwards"] if not outside else ["", "checkpoints"]))
-        again = not outside and not apart and draw(st.sampled_from([False, False, True]))
-    if apart in ("outputs", "forwards"):
-        heads = (heads[0], heads[0])  # as many backwards on all ranks
-    if apart == "checkpoints" and outside == "plain" and inside == "reentrant":
-        inside = "plain"  # gradients would come twice in some of the backwards, which is an error
-    return Op(kind, wrappers, chained, outside, inside, heads, apart, again)
-
-
-@st.composite
-def programs(draw: st.DrawFn, length: int = 6) -> Program:
-    """Draw a program."""
-    find_unused = draw(st.booleans())
-    drawn = draw(st.lists(ops(find_unused), min_size=1, max_size=length).map(tuple))
-    trunk = draw(st.booleans())
-    if find_unused and not draw(st.booleans()):  # then one that stock DDP can run
-        trunk = False
-    return Program(drawn, find_unused, trunk, draw(st.booleans()), draw(st.integers(0, 1000)))

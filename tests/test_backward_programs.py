@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 from backends import require
-from backward_programs import Program, differences, programs
+from backward_drawing import programs
+from backward_programs import Program, differences
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -20,14 +21,15 @@ def check(batch: Sequence[Program], subjects: Sequence[str], world_size: int = 2
 
 
 @pytest.mark.timeout(900)  # the native engine may have to be built first
+@pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 20), (4, 8)])
 @settings(
-    max_examples=2,
+    max_examples=1,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
     verbosity=Verbosity.quiet,  # what fails is named by itself, not with its whole batch
 )
-@given(batch=st.lists(programs(), min_size=15, max_size=15))
-def test_random_programs_give_the_gradients_of_stock_ddp(batch: list[Program]) -> None:
+@given(data=st.data())
+def test_random_programs_give_the_gradients_of_stock_ddp(data: st.DataObject, world_size: int, count: int) -> None:
     require("native")
-    check(batch, ["python", "native"])
+    check(data.draw(st.lists(programs(), min_size=count, max_size=count)), ["python", "native"], world_size)

@@ -284,10 +284,18 @@ _untraced: set[str] = set()
 
 
 def compilable(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return what calls a module in a frame of its own, where compilation begins if the caller is compiled.
+    """Return what calls a module; where the caller is compiled, in a frame of its own, in which compilation begins.
 
     Dynamo begins in no function of torch: without it the forward of a ``Sequential`` would not be compiled.
     """
+    return module if _compiler() is None else _in_a_frame(module)
+
+
+# What compiles the functions that are called now, or None: a frame for nothing takes long. Not each torch tells.
+_compiler: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: True)
+
+
+def _in_a_frame(module: torch.nn.Module) -> Any:
     import torch._dynamo
 
     return torch._dynamo.external_utils.wrap_inline(module.__call__)
@@ -315,7 +323,7 @@ def _compiled_code(module: torch.nn.Module) -> list[CodeType]:
     functions = [getattr(kind, name, None) for kind in set(map(type, module.modules())) for name in _COMPILED]
     codes = [inspect.unwrap(function).__code__ for function in functions if inspect.isfunction(function)]
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
-    return [entry.code for code in (*codes, compilable(module).__code__) for entry in entries(code)]
+    return [entry.code for code in (*codes, _in_a_frame(module).__code__) for entry in entries(code)]
 
 
 _COMPILED = ("forward", "training_step")

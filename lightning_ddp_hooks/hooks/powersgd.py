@@ -308,12 +308,12 @@ class PowerSGDState(TorchDDPState):
         self._log_every = max(1, compression_stats_logging_frequency)
         self._next_log = start_powerSGD_iter
 
-    def use_batched(self) -> None:
-        """Compress whole buckets, as one matrix each."""
-        if self.bound is None:
+    def use(self, *, batched: bool) -> None:
+        """Compress whole buckets as one matrix each, or matrix by matrix: one of them for good."""
+        if batched and self.bound is None:
             self.hook = self._batched
-        elif self.hook is not self._batched:
-            raise RuntimeError("This PowerSGDState belongs to `powersgd_hook` already; make one for each hook.")
+        if batched != (self.hook is self._batched):
+            raise RuntimeError("This PowerSGDState belongs to the other PowerSGD hook already; make one for each hook.")
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before, elements after) since compression began."""
@@ -338,6 +338,7 @@ def powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) -> TensorF
     Example:
         >>> ddp_model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=2), powersgd_hook)
     """
+    state.use(batched=False)
     return run_on_torch_ddp(state, bucket)
 
 
@@ -347,7 +348,7 @@ def batched_powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) ->
     Example:
         >>> ddp_model.register_comm_hook(PowerSGDState(None), batched_powersgd_hook)
     """
-    state.use_batched()
+    state.use(batched=True)
     return run_on_torch_ddp(state, bucket)
 
 

@@ -78,6 +78,14 @@ class Joinable(ABC):
     join_kinds: tuple[str, ...] = ("",)
     _join: Join | None = None
 
+    def _refuse(self, _: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__} does not know torch's Join: use `lightning_ddp_hooks.join.Join` in its place (of a "
+            "single model, `model.join()`)."
+        )
+
+    _join_config = property(None, _refuse)  # torch's Join sets it
+
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook for this context.

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -68,18 +67,19 @@ class OutputHooks:
 
     def __init__(self, comes: Callable[[], None]) -> None:
         self._comes = weakref.WeakMethod(comes)
+        self._own = weakref.ref(self)
         self._unvisited: weakref.WeakSet[_Output] = weakref.WeakSet()
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Watch outputs, as long as their graph lives."""
         for tensor in outputs:
-            output = _Output()
+            output = _Output(self._own)
             self._unvisited.add(output)
-            tensor.register_hook(unserializable_hook(partial(self._visit, weakref.ref(self), output)))
+            tensor.register_hook(output)
 
-    @staticmethod
-    def _visit(own: weakref.ref[OutputHooks], output: _Output, _: Tensor) -> None:
-        if (self := own()) is not None and (comes := self._comes()) is not None:
+    def visited(self, output: _Output) -> None:
+        """Take note that a gradient has come to an output."""
+        if (comes := self._comes()) is not None:
             self._unvisited.discard(output)
             comes()
 
@@ -93,8 +93,16 @@ class OutputHooks:
         self._unvisited.clear()
 
 
+@unserializable_hook  # an output is saved without it
 class _Output:
-    """Lives as long as the graph of one output."""
+    """The hook of one output, which lives as long as its graph."""
+
+    def __init__(self, hooks: weakref.ref[OutputHooks]) -> None:
+        self._hooks = hooks
+
+    def __call__(self, _: Tensor) -> None:
+        if (hooks := self._hooks()) is not None:
+            hooks.visited(self)
 
 
 @contextmanager
