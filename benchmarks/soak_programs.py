@@ -3,8 +3,8 @@
     python benchmarks/soak_programs.py --minutes 10            # other programs each time
     python benchmarks/soak_programs.py --seed 1234 --count 1   # one of them again
 
-Programs mix accumulation, uneven inputs, a GradScaler, hooks, metrics, frozen layers, averagers, optimizers in the hook,
-manual optimization and resuming; see `tests/trainer/programs.py`. Prints what is wrong, and ends with an error then.
+Programs mix accumulation, uneven inputs, a GradScaler, hooks, metrics, frozen layers, averagers, optimizers in the
+hook, manual optimization and resuming; see `tests/trainer/programs.py`. Prints what is wrong, and ends with an error then.
 """
 
 import argparse
@@ -37,7 +37,11 @@ def main() -> None:
             wrong = judge(chosen)
             failed += len(wrong)
             seconds = time.monotonic() - start
-            print(f"{world} ranks: seeds {seed} to {chosen[-1].seed}, {seconds:.0f} s, {len(wrong)} wrong", *wrong, sep="\n")
+            print(
+                f"{world} ranks: seeds {seed} to {chosen[-1].seed}, {seconds:.0f} s, {len(wrong)} wrong",
+                *wrong,
+                sep="\n",
+            )
             sys.stdout.flush()
         seed = chosen[-1].seed + 1
         if time.monotonic() - begin >= 60 * args.minutes:

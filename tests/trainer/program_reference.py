@@ -128,7 +128,7 @@ class Simulation:
         holding = {rank for rank in range(program.world) if self._has_batch(step, rank)}
         if synced:
             gradients = [_sum(gradients)] * program.world
-            if without == holding or program.skip == "all" and without:
+            if without == holding or (program.skip == "all" and without):
                 return  # nobody steps, nor looks at the scale
         overflows = []
         for replica, gradient in zip(self.replicas, gradients, strict=True):

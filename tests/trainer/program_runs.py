@@ -1,6 +1,7 @@
 """Random programs in a Trainer, on ranks; and what is compared with the loop of plain PyTorch."""
 
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -226,7 +227,8 @@ class Module(LightningModule):
         self.found.val_losses.append(float(self.trainer.callback_metrics["val"]))
 
     def take_mean(self) -> None:
-        self.found.mean_losses.append(float(self.trainer.callback_metrics["loss"]))
+        logged = self.trainer.callback_metrics.get("loss")  # none if it resumed behind the last step
+        self.found.mean_losses.append(math.nan if logged is None else float(logged))
 
     def configure_optimizers(self) -> Any:
         make, options = OPTIMIZERS[self.does.optimizer]
@@ -309,8 +311,8 @@ def judge(chosen: Sequence[Program], timeout: float = 200) -> list[str]:
     wrong = []
     for number, program in enumerate(chosen):
         found, expected = [result[number] for result in results], Simulation(program).run()
-        for text in _problems(program, found, expected):
-            wrong.append(f"{text}\n    {describe(program)}")
+        texts = list(_problems(program, found, expected))
+        wrong += ["\n  ".join([describe(program), *texts])] if texts else []
     return wrong
 
 

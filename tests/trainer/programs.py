@@ -7,6 +7,7 @@ same in one process by a loop of plain PyTorch, which shares with the package no
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class ProgramNet(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         widths = [WIDTH, *[HIDDEN] * (LAYERS - 1), 1]
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.norm = nn.BatchNorm1d(WIDTH, affine=False) if program.norm else nn.Identity()
         self.branch = nn.Linear(WIDTH, 1)
         self.double()
@@ -159,7 +160,7 @@ OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]
 EXACT_HOOKS = ("None", "allreduce", "torch's", "by divisor", "full rank", "all of topk", "per parameter", "schedule")
 NEAR_HOOKS = ("fp16", "powersgd", "batched_powersgd", "int8", "onebit", "topk")
 """Hooks that round or compress: no exact reference, but equal ranks."""
-RESUMES_EXACTLY = (*EXACT_HOOKS, "powersgd", "batched_powersgd", "fp16")
+RESUMES_EXACTLY = (*EXACT_HOOKS, "powersgd", "fp16")
 
 
 def draw(seed: int, world: int) -> Program:
@@ -181,7 +182,7 @@ def draw(seed: int, world: int) -> Program:
     manual = choose.choice((1, 1, 2)) if often(0.3) else None
     accumulate = 1 if manual else choose.choice((1, 1, 2, 3))
     averager = None
-    if often(0.3):
+    if often(0.45):
         kind = choose.choice(("periodic", "hierarchical", "slowmo", "diloco"))
         averager = (kind, choose.choice((1, 2, 3)), choose.choice((0, 1, 2, 4)))
     in_hook = None
@@ -196,8 +197,10 @@ def draw(seed: int, world: int) -> Program:
                 {"shard": True, "overlap": False},
             )
         )
-    scaler = often(0.25)
-    hook = choose.choice((*EXACT_HOOKS, *NEAR_HOOKS)) if often(0.6) else "None"
+    early = in_hook is not None and in_hook.get("overlap", True)  # needs a plain step
+    manual = None if early else manual
+    scaler = often(0.3) and not early
+    hook = choose.choice((*EXACT_HOOKS, *NEAR_HOOKS)) if often(0.7) else "None"
     if averager is not None and often(0.2):
         hook = "post_local_sgd"
     program = Program(
@@ -219,7 +222,7 @@ def draw(seed: int, world: int) -> Program:
         optimizer=choose.choice(list(OPTIMIZERS)),
         in_hook=in_hook,
         schedule=not manual and often(0.3),
-        clip=None if manual or not often(0.3) else choose.choice((("norm", 0.5), ("value", 0.05))),
+        clip=None if manual or early or not often(0.3) else choose.choice((("norm", 0.5), ("value", 0.05))),
         scaler=scaler,
         overflows=frozenset(),
         hook=hook,
@@ -227,9 +230,11 @@ def draw(seed: int, world: int) -> Program:
         find_unused=often(0.3),
         unused=frozenset(),
         missing=frozenset(),
-        skip=choose.choice(("zeros", "zeros", "all")) if not manual else "zeros",
+        skip=choose.choice(("zeros", "all")) if not (manual or averager or early) else "zeros",
         freezes={},
-        norm=often(0.3) and (averager is None or policy is None) and (policy is None and averager is None or accumulate == 1),
+        norm=often(0.3)
+        and (averager is None or policy is None)
+        and ((policy is None and averager is None) or accumulate == 1),
         validate=(),
         resume=None,
         settings={
@@ -257,7 +262,7 @@ def _with_events(program: Program, choose: random.Random) -> Program:
         changes["unused"] = some(0.4)
     elif program.manual is None and choose.random() < 0.2:
         changes["settings"]["static_graph"] = True
-    if program.manual is None and program.accumulate == 1 and not program.by_samples and choose.random() < 0.25:
+    if program.manual is None and program.accumulate == 1 and not program.by_samples and choose.random() < 0.4:
         changes["missing"] = some(0.2)
     static = changes["settings"].get("static_graph", False)
     if not static and not program.toggles and choose.random() < 0.35:
@@ -293,6 +298,37 @@ def frozen_layers(program: Program, step: int) -> set[int]:
             layer, trainable = program.freezes[at]
             frozen = frozen - {layer} if trainable else frozen | {layer}
     return frozen
+
+
+def features(program: Program) -> frozenset[str]:
+    """Return what a program is made of, in words."""
+    found = {f"{name} {bool(value)}" for name, value in vars(program).items() if isinstance(value, (frozenset, dict))}
+    choices = {**vars(program), **program.settings}
+    found |= {f"{name} {value}" for name, value in choices.items() if name != "seed" and _is_choice(value)}
+    found |= {f"in_hook {program.in_hook}", f"averager {program.averager and program.averager[0]}"}
+    return frozenset(found | {f"clip {program.clip and program.clip[0]}", f"resume {program.resume is not None}"})
+
+
+def _is_choice(value: object) -> bool:
+    return value is None or isinstance(value, (str, bool, int))
+
+
+def varied(candidates: Sequence[Program], count: int) -> list[Program]:
+    """Return so many programs in which as many pairs of features occur as can be; the same in each process."""
+    made_of = {program.seed: features(program) for program in candidates}
+    pairs = {seed: set(combinations(sorted(found), 2)) for seed, found in made_of.items()}
+    chosen: list[Program] = []
+    seen: set[str] = set()
+    seen_pairs: set[tuple[str, str]] = set()
+
+    def gain(program: Program) -> int:
+        return 20 * len(made_of[program.seed] - seen) + len(pairs[program.seed] - seen_pairs)
+
+    for _ in range(count):
+        chosen.append(max(candidates, key=gain))
+        seen |= made_of[chosen[-1].seed]
+        seen_pairs |= pairs[chosen[-1].seed]
+    return chosen
 
 
 def describe(program: Program) -> str:
