@@ -199,6 +199,32 @@ def watch_and_resume() -> list[list[float]]:
     return found
 
 
+def lack_gradients() -> list[float]:
+    """Train with no gradient on rank 1 in steps 1 and 2, and an overflow on rank 0 in step 1."""
+    model, scaler = make_model(), make_scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    shared, found = SharedScale(scaler, comm.resolve_group(None)), []
+    shared.watch(lambda: True)
+    for step in range(5):
+        if comm.rank() == 1 and step in (1, 2):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(model.weight, before)
+        else:
+            run_step(model, optimizer, scaler, overflow=step == 1 and comm.rank() == 0)
+        found.append(scaler.get_scale())
+    shared.close()
+    assert not {"update", "unscale_"} & vars(scaler).keys()
+    return found
+
+
+def test_a_rank_without_any_gradient_hears_of_the_overflow_of_another() -> None:
+    assert run_ranks(lack_gradients) == [reference(64.0, [False, True, False, False, False])] * 2
+
+
 def test_what_is_on_its_way_goes_into_a_checkpoint() -> None:
     first, second = run_ranks(watch_and_resume)
     assert first == second

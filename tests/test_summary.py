@@ -145,9 +145,9 @@ def test_a_hook_that_has_a_short_name_is_told_by_it_too() -> None:
 def test_one_subgroup_of_all_ranks_changes_nothing() -> None:
     hook = hooks.PostLocalSGD(start_local_sgd_iter=3)
     for averager in (None, averaging.PeriodicModelAverager(period=2, warmup_steps=3)):
-        (text,) = without_effect(hook, averager, 8, subgroups=1)
+        (text,) = without_effect(hook, averager, 8, one_subgroup=True)
         assert "one subgroup of all ranks" in text
-    (text,) = without_effect(hook, None, 8, subgroups=2)
+    (text,) = without_effect(hook, None, 8)
     assert "drift apart" in text
 
 

@@ -193,28 +193,55 @@ def grad_scalers() -> list[torch.amp.GradScaler]:
     return [scaler for scaler in found if scaler.is_enabled()]
 
 
-def before_scale_update(scaler: torch.amp.GradScaler, act: Callable[[list[Tensor]], None]) -> Callable[[], None]:
-    """Have ``act(flags)`` called before a GradScaler updates its scale by these flags; return what undoes it."""
-    inner, replaced = scaler.update, "update" in vars(scaler)
+def watch_scaler(
+    scaler: torch.amp.GradScaler, before_update: Callable[[list[Tensor]], None], may_lack: Callable[[], bool]
+) -> Callable[[], None]:
+    """Have ``before_update(flags)`` called before a GradScaler updates its scale by these flags; return what undoes it.
+
+    Where an optimizer ``may_lack`` all gradients, nothing infinite is found in them; torch fails by an assertion there.
+    """
+    inner_update, inner_unscale = scaler.update, scaler.unscale_
     attached = True
 
     def update(new_scale: float | Tensor | None = None) -> None:
         if attached and new_scale is None and scaler.is_enabled():
             states = scaler._per_optimizer_states.values()
-            act([flag for state in states for flag in state["found_inf_per_device"].values()])
-        inner(new_scale)
+            before_update([flag for state in states for flag in state["found_inf_per_device"].values()])
+        inner_update(new_scale)
+
+    def unscale_(optimizer: torch.optim.Optimizer) -> None:
+        inner_unscale(optimizer)
+        if attached and scaler.is_enabled() and may_lack():
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not found:
+                devices = (param.device for group in optimizer.param_groups for param in group["params"])
+                device = next(devices, torch.device("cpu"))
+                found[device] = torch.zeros((), dtype=torch.float32, device=device)
+
+    undo_both = [_replaced(scaler, "update", update), _replaced(scaler, "unscale_", unscale_)]
 
     def undo() -> None:
         nonlocal attached
         attached = False
-        if vars(scaler).get("update") is not update:  # another one has been put on top
-            return
-        if replaced:
-            scaler.update = inner  # type: ignore[method-assign]
-        else:
-            del scaler.update
+        for undo_one in undo_both:
+            undo_one()
 
-    scaler.update = update  # type: ignore[method-assign]
+    return undo
+
+
+def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Put a method on an object; return what takes it away, unless another one has been put on top."""
+    before = vars(owner).get(name)
+    setattr(owner, name, method)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not method:
+            return
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
     return undo
 
 

@@ -32,13 +32,16 @@ class SharedScale:
         self._detach: Callable[[], None] | None = None
 
     def watch(self, may_differ: Callable[[], bool]) -> None:
-        """From now on let each update of the scaler heed all ranks, where their gradients ``may_differ``."""
+        """From now on let each update of the scaler heed all ranks, where their gradients ``may_differ``.
+
+        There a rank may also have no gradient at all: its step does nothing, but it hears of the others' overflows.
+        """
 
         def before_update(flags: Sequence[Tensor]) -> None:
             if may_differ():
                 self.exchange(flags)
 
-        self._detach = _compat.before_scale_update(self._scaler, before_update)
+        self._detach = _compat.watch_scaler(self._scaler, before_update, may_differ)
 
     @torch.no_grad()
     def exchange(self, flags: Sequence[Tensor]) -> None:

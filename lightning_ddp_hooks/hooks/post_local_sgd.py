@@ -95,6 +95,8 @@ class PostLocalSGD(CommHook):
 
 
 class _BoundPostLocalSGD(BoundHook):
+    """Post-local SGD at work; ``is_plain_mean`` where all ranks are in one subgroup."""
+
     name = "PostLocalSGD"
 
     def __init__(self, start: int, context: BindContext, subgroup: Subgroup | None) -> None:
@@ -102,6 +104,7 @@ class _BoundPostLocalSGD(BoundHook):
         self._step = context.step
         self._world_size = context.world_size
         self._subgroup = subgroup
+        self.is_plain_mean = subgroup is not None and len(subgroup.ranks) == context.world_size > 1
 
     def reduce(self, bucket: GradBucket) -> Phases:
         buffer = bucket.buffer()

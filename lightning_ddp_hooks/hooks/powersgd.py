@@ -253,6 +253,11 @@ class _BoundPowerSGD(BoundHook):
         # Factors of another rank or size are drawn anew.
         self._right = {key: factor.clone() for key, factor in content["right"].items()}
         self._workspaces.clear()
+        if self._whole_bucket and self._right and comm.rank(self._control_group) == 0:
+            logger.warning(
+                "BatchedPowerSGD resumes with all that it owes, but not exactly as a run that was not interrupted: its "
+                "matrices are whole buckets, which are learned anew. PowerSGD resumes exactly."
+            )
         self._not_finite = whole_number(content["steps_not_finite"])
 
 

@@ -34,7 +34,7 @@ def announce(run: TrainingRun, settings: FitSettings, *, steps: float, inputs: s
     with _compat.beside_progress_bar():
         rank_zero_info(summary_text(run.reducer.stats(), texts))
         if comm.rank(run.reducer.group) == 0:
-            useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "subgroups", None))
+            useless = without_effect(hook, averager, steps, getattr(run.hook.bound, "is_plain_mean", False))
             for text in (*useless, *warn_no_effect(settings), *_of_replicas(run, settings)):
                 log.warning(text)
 
@@ -117,11 +117,11 @@ def _differs(value: object, entry: Field[Any]) -> bool:
 
 
 def without_effect(
-    hook: CommHook | None, averager: ModelAverager | None, steps: float, subgroups: int | None = None
+    hook: CommHook | None, averager: ModelAverager | None, steps: float, one_subgroup: bool = False
 ) -> Iterator[str]:
     """Say what of the settings will do nothing, or not what its user may think, in a fit of so many steps.
 
-    ``steps`` may be infinity, and ``subgroups``, those of a bound `PostLocalSGD`, None, where that is not known.
+    ``steps`` is infinity where that is not known; ``one_subgroup``: whether that of a `PostLocalSGD` is all ranks.
     """
     for name, setting, start in late_starts(hook):
         if start >= steps:
@@ -142,7 +142,7 @@ def without_effect(
         )
     if averager is None and isinstance(hook, Noop):
         yield "The hook Noop exchanges no gradients: each rank trains a model of its own, and that of rank 0 is saved."
-    elif isinstance(hook, PostLocalSGD) and subgroups == 1:
+    elif isinstance(hook, PostLocalSGD) and one_subgroup:
         yield (
             "The hook PostLocalSGD has one subgroup of all ranks, and so is the plain mean in every step: set "
             "`subgroup_size` or `subgroups` for it to do anything."

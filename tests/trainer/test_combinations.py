@@ -135,17 +135,25 @@ def test_a_hook_that_comes_late_goes_with_the_averager_or_is_refused() -> None:
         assert "leaves the global mean of gradients at step 4: set both alike" in error
 
 
+def _logs_of(*each: dict[str, Any]) -> list[list[str]]:
+    return [_log_of(settings) for settings in each]
+
+
 def _log_of(settings: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning_ddp_hooks").addHandler(handler)
     make_trainer({**settings, "check_replicas_every_n_steps": 1}, max_steps=1).fit(make_module())
+    logging.getLogger("lightning_ddp_hooks").removeHandler(handler)
     return lines
 
 
 def test_what_has_no_effect_is_said_by_rank_zero() -> None:
-    first, second = run_ranks(_log_of, {"averager": PeriodicModelAverager(period=2), "comm_hook": "int8"})
-    assert any("The hook BlockQuantize has no effect" in line for line in first)
-    assert any("`check_replicas_every_n_steps` has no effect from step 0 on" in line for line in first)
-    assert not any("no effect" in line for line in second)
+    replaced = {"averager": PeriodicModelAverager(period=2), "comm_hook": "int8"}
+    one_host = {"comm_hook": PostLocalSGD(start_local_sgd_iter=0)}
+    first, second = run_ranks(_logs_of, replaced, one_host)
+    assert any("The hook BlockQuantize has no effect" in line for line in first[0])
+    assert any("`check_replicas_every_n_steps` has no effect from step 0 on" in line for line in first[0])
+    assert any("PostLocalSGD has one subgroup of all ranks" in line for line in first[1])
+    assert not any("no effect" in line or "one subgroup" in line for line in [*second[0], *second[1]])

@@ -1,0 +1,27 @@
+"""Random programs over the Trainer end as a loop of plain PyTorch does; `benchmarks/soak_programs.py` goes on."""
+
+import pytest
+from backends import why_no_native
+from program_runs import judge, programs
+from programs import Program, draw, varied
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.trainer,
+    pytest.mark.timeout(900),  # the first test may wait for the compiler
+    pytest.mark.filterwarnings("ignore"),
+]
+
+FAILED_ONCE: dict[int, list[Program]] = {2: [], 3: []}
+
+
+def replaced(seed: int, world: int, **changes: object) -> Program:
+    return Program(**{**vars(draw(seed, world)), **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_programs_end_as_one_process_does(world: int) -> None:
+    if why_no_native() is not None:
+        pytest.skip("no native engine")
+    wrong = judge([*FAILED_ONCE[world], *varied(programs(0, 200, world), 7)])
+    assert not wrong, "\n".join(wrong)
