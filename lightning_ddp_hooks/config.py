@@ -39,9 +39,9 @@ _TRAINER_ONLY = (
     "skip_missing_loss",
     "check_logged_values",
     "resume",
-    "stall_timeout",
     "accumulation",
 )
+_WATCH = ("failure_timeout", "stall_timeout")
 
 
 def replicas_differ_from(hook: CommHook | None) -> int | None:
@@ -173,7 +173,7 @@ class FitSettings(Settings):
 def settings_of(taker: Taker) -> list[str]:
     """Return the names of the settings that a constructor takes."""
     if taker == "DistributedDataParallel":
-        return ["comm_hook", *(entry.name for entry in fields(ReducerConfig))]
+        return ["comm_hook", *(entry.name for entry in fields(ReducerConfig)), *_WATCH]
     names = [entry.name for entry in fields(Settings)]
     return names if taker == "DDPHooksStrategy" else [name for name in names if name not in _TRAINER_ONLY]
 
@@ -230,7 +230,7 @@ def check_interval(value: object) -> None:
 _CHECKS: dict[str, Callable[[object], None]] = {
     "timeout": _check_timeout,
     "failure_timeout": partial(_check_seconds, "failure_timeout", "no reports"),
-    "stall_timeout": partial(_check_seconds, "stall_timeout", "ten minutes"),
+    "stall_timeout": partial(_check_seconds, "stall_timeout", "the default"),
     "check_replicas_every_n_steps": check_interval,
     "process_group_backend": _check_backend_name,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,8 @@ from torch import nn
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.conflicts import raise_on_conflict
+from lightning_ddp_hooks.health.process_watch import watch_run
+from lightning_ddp_hooks.health.report import LIKELY_CAUSE
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.join.context import Join, Joinable, JoinHook
 from lightning_ddp_hooks.join.data import map_tensors
@@ -60,6 +63,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: learn in the first backward which parameters are used, and rely on it.
         broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards, evaluations too.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
+        failure_timeout: seconds, or None for no failure reports. A rank that waits in a backward for one that has failed,
+            died or been silent for so long ends with an error naming it.
+        stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all
+            end and tell the line of its code; by default 20 minutes, or ``failure_timeout`` if that is longer.
         init_sync: send rank 0's parameters and buffers to all at construction; without it the caller has made them
             equal.
         device_mesh: the ranks, as a mesh of one dimension.
@@ -105,6 +112,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         reducer_backend: Literal["auto", "native", "python"] = "auto",
+        failure_timeout: float | None = 30.0,
+        stall_timeout: float | None = None,
         init_sync: bool = True,
         device_mesh: Any = None,
         forward_sync_buffers: bool | None = None,
@@ -148,6 +157,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         # Whoever lets go of the wrapper lets go of its hooks, buckets and groups, and may wrap the module anew.
         self._closing = weakref.finalize(self, self._run.close)
         self._closing.atexit = False
+        timeouts = settings.failure_timeout, settings.stall_timeout
+        cause = f"{LIKELY_CAUSE} `with model.join():` handles them."
+        watch_run(self._run, self.reducer.control_group, *timeouts, warn=warnings.warn, cause=cause)
 
     @property
     def reducer(self) -> Reducer:

@@ -42,8 +42,8 @@ class FailureDetector:
         timeout: Seconds of silence after which a rank is lost, if this one makes no progress meanwhile; also how long
             this rank's main thread has to come back once another rank has said that it failed.
         exit_process: Ends the process if the main thread does not come back.
-        stall_timeout: Seconds that a rank may go without progress while others wait for its gradients; by default
-            ten minutes, or ``timeout`` if that is longer.
+        stall_timeout: Seconds that a rank may go without progress while others wait for its gradients, ten times as
+            long before the first backward has ended; by default ten minutes, or ``timeout`` if that is longer.
         patient: Whether a rank may be silent ten times as long; can be changed at any time.
         likely_cause: Returns why ranks may be at different places though none has failed.
     """
@@ -127,12 +127,16 @@ class FailureDetector:
                 if hangs:
                     self._gather_stacks()
             self._heartbeats.send_last(State.GAVE_UP, fault.partition("\n")[0], self._timeout)
-        if self._rank == 0:  # the store may end with this process: first let the others learn of it
-            beats, brief = self._heartbeats, self._brief
+        self._let_others_learn()
+        return fault
+
+    def _let_others_learn(self) -> None:
+        """Wait a little, on rank 0, with which the store may end, until the other ranks know how it ended."""
+        beats, brief = self._heartbeats, self._brief
+        if self._rank == 0:
             beats.wait_until(
                 lambda: beats.informed + len(reports.lost_ranks(beats.peers(), brief)) >= self._world_size, brief
             )
-        return fault
 
     def stop(self) -> None:
         """End the watch: the fit is over."""
@@ -146,14 +150,11 @@ class FailureDetector:
 
     def _run(self) -> None:
         progress, moved_at = self._progress(), time.monotonic()
-        first_step: int | None = None
         while not self._over.wait(self._period):
             now, before = time.monotonic(), progress
             progress = self._progress()
-            if progress != before:
+            if progress != before or progress.busy:
                 moved_at = now
-            if progress.buckets and first_step is None:
-                first_step = progress.step
             idle_s = now - moved_at
             self._heartbeats.reads_peers = idle_s >= 2 * self._period
             # One that is silent may be busy with a call that lets no other thread run; one that failed is not.
@@ -166,10 +167,11 @@ class FailureDetector:
                 and not found
                 and reports.deadlocked(progress, self._heartbeats.peers(), self._world_size, self._timeout / 2)
             )
-            # A first step may take long: code is compiled, kernels are chosen, caches are filled.
-            limit = self._stall_timeout * (_PATIENCE if self.patient or progress.step == first_step else 1)
+            # A first backward may take long to come: code is compiled, kernels are chosen, caches are filled.
+            limit = self._stall_timeout * (1 if progress.synced_backwards and not self.patient else _PATIENCE)
             stalled = self._stalled(progress, limit) if idle_s >= limit and not (found or are_deadlocked) else []
             hang = are_deadlocked or bool(stalled)
+            found = found or (progress.busy and reports.is_blamed(self._rank, self._heartbeats.peers()))
             if found or hang or alarmed:
                 self._fault = self._report(silent_s, are_deadlocked=are_deadlocked, stalled=stalled)
                 if hang:
@@ -218,6 +220,7 @@ class FailureDetector:
         threading.Thread(target=comm.abort_groups, name="ldh-abort", daemon=True).start()
         if not self._over.wait(grace_s):
             self._heartbeats.send_last(State.GAVE_UP, fault.partition("\n")[0], self._brief)
+            self._let_others_learn()
             self._print_and_exit(fault)
 
     def _print_and_exit(self, text: str) -> None:

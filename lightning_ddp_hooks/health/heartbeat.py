@@ -62,6 +62,7 @@ class Progress:
     buckets: int = 0  # of the current backward; 0 outside a backward
     waits_for: str = ""  # what other ranks have to send, in words; empty if nothing is known to be under way
     collectives: int = 0  # begun so far, in all groups
+    busy: bool = False  # with work of the user's own, in which it waits for nobody
 
     def text(self) -> str:
         """Describe the place in words."""

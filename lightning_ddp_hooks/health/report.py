@@ -67,6 +67,15 @@ def stalled_ranks(progress: Progress, peers: Mapping[int, PeerStatus], world_siz
     return found if len(peers) == world_size - 1 and _wait(progress) == _GRADIENTS else []
 
 
+def is_blamed(rank: int, peers: Mapping[int, PeerStatus]) -> bool:
+    """Tell whether another rank gave up because this one has stalled."""
+    return any(peers[other].heartbeat.text.startswith(_stands(rank)) for other in _in_state(peers, State.GAVE_UP))
+
+
+def _stands(rank: int) -> str:
+    return f"Rank {rank} has made no progress"
+
+
 _GRADIENTS = "gradients"
 
 
@@ -102,7 +111,7 @@ def failure_report(
     if store_host is not None:
         lines.append(f"Rank 0 (store host, {store_host}) is unreachable: it died, was stopped, or its host is gone.")
     lines += [
-        f"Rank {other} has made no progress for {peers[other].idle_s:.0f} s, while others wait for its gradients: it "
+        f"{_stands(other)} for {peers[other].idle_s:.0f} s, while others wait for its gradients: it "
         f"is at {places[other]}. If it has work of its own that takes so long, set `stall_timeout`."
         for other in stalled
     ]

@@ -20,12 +20,11 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
 from lightning_ddp_hooks.conflicts import TWO_PHASES, raise_on_conflict
-from lightning_ddp_hooks.health.heartbeat import Progress
+from lightning_ddp_hooks.health.process_watch import stop_watching_process, watch_run
 from lightning_ddp_hooks.hooks.contract import CommHook
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, checkpoint_io_property
 from lightning_ddp_hooks.lightning.fabric_parts import FABRIC_KEY, HookedModule, PartialOptimizer, restore, take_states
-from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
 from lightning_ddp_hooks.lightning.names import PASSED_ON, register_names
 from lightning_ddp_hooks.lightning.restarts import join_world
 from lightning_ddp_hooks.lightning.summary import announce
@@ -74,6 +73,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         timeout: of collectives.
         failure_timeout: seconds, or None for no failure reports. From the first setup on, a rank that waits in a
             backward or a step for one that has failed, died or been silent for so long ends with an error naming it.
+        stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all
+            end and tell the line of its code; by default 20 minutes, or ``failure_timeout`` if that is longer.
         check_replicas_every_n_steps: compare the parameters of all ranks every so many steps; None does so only before
             each checkpoint, 0 never. Where ranks are meant to differ nothing is compared.
         detect_nonfinite: raise on all ranks when a gradient is infinite or not a number, before it is clipped or the
@@ -114,6 +115,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = comm.DEFAULT_TIMEOUT,
         failure_timeout: float | None = 30.0,
+        stall_timeout: float | None = None,
         check_replicas_every_n_steps: int | None = None,
         detect_nonfinite: bool = False,
         start_method: StartMethod = "popen",
@@ -230,7 +232,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
         for run in self._runs:
             if run.module is module or any(id(param) in params for param in run.module.parameters()):
                 run.close()
-        first = not self._live_modules
         clock = OptimizerClock(module, optimizers)
         # Parts of a module that have optimizers of their own are trained in turn.
         parts = len(optimizers) > 1
@@ -248,8 +249,9 @@ class FabricDDPHooksStrategy(DDPStrategy):
             run.attach_optimizers(optimizers)
         wrapped = HookedModule(module, run, clock, self.root_device)
         self._modules = [*map(weakref.ref, self._live_modules), weakref.ref(wrapped)]
-        if first and self.settings.failure_timeout is not None and run.reducer.world_size > 1:
-            self._start_watch(run.reducer.control_group, self.settings.failure_timeout)
+        timeouts, own = (settings.failure_timeout, settings.stall_timeout), weakref.ref(self)
+        launcher = lambda: getattr(own(), "launcher", None)  # noqa: E731
+        watch_run(run, run.reducer.control_group, *timeouts, warn=rank_zero_warn, launcher=launcher)
         announce(run, settings, steps=math.inf)  # how many steps the user's loop has is not known
         return wrapped
 
@@ -276,17 +278,6 @@ class FabricDDPHooksStrategy(DDPStrategy):
             if module is model or module.module is model or module.module is original:
                 return module.run
         raise RuntimeError("Expected a model that `fabric.setup(...)` returned, got one that was not set up.")
-
-    def _start_watch(self, group: comm.ProcessGroup, timeout: float) -> None:
-        own = weakref.ref(self)
-
-        def where() -> tuple[Progress, bool]:
-            strategy = own()
-            places = [] if strategy is None else [(run.progress(), run.may_wait) for run in strategy._runs]
-            # The model that is being trained now, or else the one that has come furthest.
-            return max(places, key=lambda place: (place[1], place[0].step), default=(Progress(0), False))
-
-        watch_process(group, timeout, where, lambda: getattr(own(), "launcher", None))
 
     @property
     def _scaler(self) -> Any:

@@ -82,7 +82,6 @@ def test_it_takes_the_trainers_strategys_arguments_where_fabric_has_what_they_ne
         "skip_missing_loss",
         "check_logged_values",
         "resume",
-        "stall_timeout",  # outside of a backward a rank is let be
         "ddp_comm_hook",
         "ddp_comm_state",
         "ddp_comm_wrapper",
