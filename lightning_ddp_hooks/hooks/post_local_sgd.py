@@ -11,6 +11,7 @@ from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook,
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,4 +182,4 @@ def _same_host(group: comm.ProcessGroup) -> list[list[int]]:
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
 
 
-SHORT_NAMES["post_local_sgd"] = PostLocalSGD
+add_short_name(SHORT_NAMES, "post_local_sgd", PostLocalSGD)
