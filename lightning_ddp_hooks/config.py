@@ -17,6 +17,7 @@ import torch
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.names import resolve_averager
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
@@ -75,8 +76,9 @@ class Settings(ReducerConfig):
     resume: Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        """Find the hook that a short name or a pair stands for."""
+        """Find the hook that a short name or a pair stands for, and the averager."""
         object.__setattr__(self, "comm_hook", resolve_hook(self.comm_hook))
+        object.__setattr__(self, "averager", resolve_averager(self.averager))
 
     @classmethod
     def from_arguments(cls, taker: Taker, arguments: Mapping[str, Any], **fixed: Any) -> Settings:
@@ -97,11 +99,9 @@ class Settings(ReducerConfig):
     def check(self) -> None:
         """Raise if a value is wrong by itself."""
         self.reducer_config()
-        for name, kind in (("averager", ModelAverager), ("optimizer_in_hook", OptimizerInHook)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                article = "an" if kind is OptimizerInHook else "a"
-                raise TypeError(f"Expected {article} {kind.__name__} for `{name}`, got {type(value).__name__}.")
+        if not isinstance(self.optimizer_in_hook, OptimizerInHook | None):
+            got = type(self.optimizer_in_hook).__name__
+            raise TypeError(f"Expected an OptimizerInHook for `optimizer_in_hook`, got {got}.")
         for name in ("average_before_eval", "detect_nonfinite", "check_logged_values"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -191,16 +191,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._run.after_forward(output)
         return output
 
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Replace the plain mean by ``hook(state, bucket) -> Future[Tensor] | Tensor``, called for each full bucket.
+    def register_comm_hook(self, state: object, hook: HookLike | Callable[..., Any]) -> None:
+        """Replace plain all-reduce by ``hook(state, bucket) -> Future[Tensor] | Tensor``, called for each full bucket.
+
+        With a state of None, ``hook`` may also be a short name or a `CommHook`.
 
         Raises:
             RuntimeError: a hook is registered already, or a backward has run.
             TypeError: the hook cannot be called.
+            ValueError: an unknown name.
         """
-        declared = resolve_hook((state, hook))
-        assert declared is not None
-        self._run.install_hook(declared)
+        if (declared := resolve_hook((state, hook))) is not None:
+            self._run.install_hook(declared)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""

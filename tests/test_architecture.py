@@ -28,7 +28,7 @@ LAYERS = [
     ["reducer", "health"],
     ["advisor", "monitor"],
     ["comm"],
-    ["traffic", "weak"],
+    ["traffic", "weak", "short_names"],
     ["_compat"],
     ["_lightning_package"],
 ]

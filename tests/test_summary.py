@@ -57,7 +57,7 @@ def test_a_declaration_is_told_by_what_differs_from_the_defaults() -> None:
     assert brief(cast) == "Cast(inner=PowerSGD(rank=2), dtype=torch.bfloat16)"
     assert brief(hooks.TorchHook(hook=mib, state=torch.ones(2))).startswith("TorchHook(hook=")
     assert brief(optim.OptimizerInHook(shard=True)) == "OptimizerInHook(shard=True)"
-    assert brief(averaging.PeriodicModelAverager(period=8)) == "PeriodicModelAverager(period=8)"
+    assert brief(averaging.PeriodicModelAverager(period=4)) == "PeriodicModelAverager(period=4)"
     groups = averaging.HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})
     assert brief(groups) == "HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})"
 

@@ -2,6 +2,7 @@
 
 from lightning_ddp_hooks.averaging.averager import AveragingContext, BoundAverager, ModelAverager
 from lightning_ddp_hooks.averaging.diloco import DiLoCo
+from lightning_ddp_hooks.averaging.names import AveragerLike as AveragerLike
 from lightning_ddp_hooks.averaging.periodic import HierarchicalModelAverager, PeriodicModelAverager
 from lightning_ddp_hooks.averaging.slowmo import SlowMo
 

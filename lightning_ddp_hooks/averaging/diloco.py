@@ -66,7 +66,7 @@ class DiLoCo(ModelAverager):
     https://arxiv.org/abs/2501.18512.
     """
 
-    period: int
+    period: int = 100
     outer_lr: float | None = None
     outer_momentum: float | None = None
     outer_optimizer: OuterOptimizer | None = None

@@ -32,7 +32,7 @@ class PeriodicModelAverager(ModelAverager):
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018, https://arxiv.org/abs/1808.07217.
     """
 
-    period: int
+    period: int = 8
 
     def __post_init__(self) -> None:
         super().__post_init__()

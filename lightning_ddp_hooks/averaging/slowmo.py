@@ -47,7 +47,7 @@ class SlowMo(ModelAverager):
     https://arxiv.org/abs/1910.00643.
     """
 
-    period: int
+    period: int = 12
     slowmo_factor: float = 0.5
     slowmo_lr: float = 1.0
 

@@ -13,6 +13,7 @@ from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 OptionalGroup = comm.ProcessGroup | None
 TensorFuture = torch.futures.Future[torch.Tensor]
@@ -134,4 +135,5 @@ def noop_hook(_: object, bucket: comm.TorchGradBucket) -> TensorFuture:
     return done(bucket.buffer())
 
 
-SHORT_NAMES["noop"] = Noop
+add_short_name(SHORT_NAMES, "allreduce", AllReduce)
+add_short_name(SHORT_NAMES, "noop", Noop)

@@ -12,7 +12,6 @@ rebuilt, the latter goes to the former: added to one rank's gradient it enters t
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -27,6 +26,7 @@ from lightning_ddp_hooks.hooks.stages import Residuals, StageBuffers, TwoStageKe
 from lightning_ddp_hooks.hooks.workspace import PerBucket
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 BlockDtype = Literal["int8", "fp8"]
 
@@ -214,6 +214,6 @@ class _BoundTwoStage(FeedbackHook):
         return uniform_noise(torch.Size([chunks, buffers.chunks.blocks, buffers.chunks.block]), generator, device)
 
 
-SHORT_NAMES["int8"] = BlockQuantize
-SHORT_NAMES["fp8"] = partial(BlockQuantize, dtype="fp8")
-SHORT_NAMES["onebit"] = OneBit
+add_short_name(SHORT_NAMES, "int8", BlockQuantize)
+add_short_name(SHORT_NAMES, "fp8", BlockQuantize, dtype="fp8")
+add_short_name(SHORT_NAMES, "onebit", OneBit)

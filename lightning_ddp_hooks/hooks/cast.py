@@ -3,7 +3,6 @@
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,6 +31,7 @@ from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike, first_diff
 from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 _DTYPES = dict.fromkeys(("float16", "fp16", "half"), torch.float16) | dict.fromkeys(
     ("bfloat16", "bf16"), torch.bfloat16
@@ -253,5 +253,5 @@ def _wrapper(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
     return wrapped
 
 
-SHORT_NAMES["fp16"] = partial(Cast, dtype="float16")
-SHORT_NAMES["bf16"] = partial(Cast, dtype="bfloat16")
+add_short_name(SHORT_NAMES, "fp16", Cast, dtype="float16")
+add_short_name(SHORT_NAMES, "bf16", Cast, dtype="bfloat16")

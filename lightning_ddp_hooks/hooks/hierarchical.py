@@ -20,6 +20,7 @@ from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.hooks.workspace import PerBucket, Workspace
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,4 +110,4 @@ def ranks_by_host(group: comm.ProcessGroup) -> Sequence[list[int]]:
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
 
 
-SHORT_NAMES["hierarchical"] = HierarchicalAllReduce
+add_short_name(SHORT_NAMES, "hierarchical", HierarchicalAllReduce)

@@ -11,6 +11,7 @@ from lightning_ddp_hooks.hooks.hierarchical import ranks_by_host
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,4 +179,4 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) 
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
 
 
-SHORT_NAMES["post_local_sgd"] = PostLocalSGD
+add_short_name(SHORT_NAMES, "post_local_sgd", PostLocalSGD)

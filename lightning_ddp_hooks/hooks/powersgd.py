@@ -23,6 +23,7 @@ from lightning_ddp_hooks.hooks.state import copy_to_cpu, tagged, untagged, whole
 from lightning_ddp_hooks.hooks.workspace import PerBucket
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 logger = logging.getLogger(__name__)
 
@@ -357,5 +358,5 @@ def batched_powersgd_hook(state: PowerSGDState, bucket: comm.TorchGradBucket) ->
     return run_on_torch_ddp(state, bucket)
 
 
-SHORT_NAMES["powersgd"] = PowerSGD
-SHORT_NAMES["batched_powersgd"] = BatchedPowerSGD
+add_short_name(SHORT_NAMES, "powersgd", PowerSGD)
+add_short_name(SHORT_NAMES, "batched_powersgd", BatchedPowerSGD)

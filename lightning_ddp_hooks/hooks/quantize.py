@@ -20,6 +20,7 @@ from lightning_ddp_hooks.hooks.kernels import affine_decode, affine_encode
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,5 +158,5 @@ class _Rows:
         return torch.mul(total.view(-1)[: self.numel], 1.0 / divisor, out=out)
 
 
-SHORT_NAMES["quantize_per_tensor"] = QuantizePerTensor
-SHORT_NAMES["quantize_per_channel"] = QuantizePerChannel
+add_short_name(SHORT_NAMES, "quantize_per_tensor", QuantizePerTensor)
+add_short_name(SHORT_NAMES, "quantize_per_channel", QuantizePerChannel)

@@ -7,12 +7,13 @@ from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook,
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.reducer.module_sync import check_same_on_all_ranks
 from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.short_names import known_names
 
 # In this order, and with the function's type, a command line takes class paths for classes, and imports functions.
 HookLike = CommHook | str | tuple[Any, Callable[..., Any]]
 
-SHORT_NAMES: dict[str, Callable[[], CommHook | None]] = {"allreduce": lambda: None}
-"""Short name -> what makes the hook; None stands for the plain mean. Each module of hooks enters its own."""
+SHORT_NAMES: dict[str, Callable[..., CommHook]] = {}
+"""Short name -> what makes the hook; each module of hooks enters its own."""
 
 
 def short_name(hook: CommHook) -> str | None:
@@ -27,11 +28,15 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
         return None if hook is None or hook.is_plain_mean else hook
     if isinstance(hook, str):
         if hook not in SHORT_NAMES:
-            raise ValueError(f"Unknown communication hook {hook!r}; known names: {', '.join(sorted(SHORT_NAMES))}.")
-        return SHORT_NAMES[hook]()
+            raise ValueError(f"Unknown communication hook {hook!r}; known names: {known_names(SHORT_NAMES)}.")
+        return resolve_hook(SHORT_NAMES[hook]())
     pair: Any = hook  # of two: the type does not say so of a list
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
         state, function = pair
+        if isinstance(function, (CommHook, str)):  # as `register_comm_hook` takes them
+            if state is not None:
+                raise TypeError(f"Expected None for the state of {function!r}, which makes its own, got {state!r}.")
+            return resolve_hook(function)
         if not callable(function) and callable(state):
             raise TypeError("Expected a pair (state, hook); the callable comes second.")
         if hasattr(function, "as_comm_hook"):  # a function that stands for a declaration, such as a step in the hook

@@ -12,6 +12,7 @@ from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback, FeedbackHook
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
+from lightning_ddp_hooks.short_names import add_short_name
 
 # Largest bucket whose indices fit into int32.
 _INT32_NUMEL = 1 << 31
@@ -151,4 +152,4 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     return torch.topk(magnitudes, k, sorted=False).indices
 
 
-SHORT_NAMES["topk"] = TopK
+add_short_name(SHORT_NAMES, "topk", TopK)

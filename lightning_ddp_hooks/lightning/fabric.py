@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.names import AveragerLike
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
 from lightning_ddp_hooks.conflicts import TWO_PHASES, raise_on_conflict
 from lightning_ddp_hooks.health.process_watch import stop_watching_process, watch_run
@@ -55,8 +55,9 @@ class FabricDDPHooksStrategy(DDPStrategy):
         precision: set by Fabric from its ``precision``.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
-        averager: averages the model every few steps instead of gradients at every step; see
-            `lightning_ddp_hooks.averaging`. Evaluate under `averaged_model`, and call `finish_averaging` at the end.
+        averager: averages the model every few steps instead of gradients at every step: a short name (diloco,
+            hierarchical, local_sgd, slowmo), or a `ModelAverager`. Evaluate under `averaged_model`, and call
+            `finish_averaging` at the end.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period;
             ``"auto"`` does where that takes at most about 2 GiB for all ranks, which rank 0 gathers and writes.
         optimizer_in_hook: steps the optimizer while gradients are reduced, or shards its state over the ranks, or both;
@@ -102,7 +103,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
         precision: Precision | None = None,
         *,
         comm_hook: HookLike | None = None,
-        averager: ModelAverager | None = None,
+        averager: AveragerLike | None = None,
         save_replicas: bool | Literal["auto"] = "auto",
         optimizer_in_hook: OptimizerInHook | None = None,
         bucket_cap_mb: float | Literal["auto"] = 25,
@@ -146,8 +147,8 @@ class FabricDDPHooksStrategy(DDPStrategy):
         Raises:
             RuntimeError: a hook is registered already, or it is too late.
         """
-        declared = resolve_hook((state, hook))
-        assert declared is not None
+        if (declared := resolve_hook((state, hook))) is None:  # by name: what is done without one
+            return
         raise_on_conflict(self._settings_with(declared))
         if model is not None:
             self._run_of(model).install_hook(declared)

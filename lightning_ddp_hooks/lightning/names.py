@@ -10,9 +10,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_hooks._lightning_package import refuse_in_other_package
-from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.names import AveragerLike
 from lightning_ddp_hooks.averaging.periodic import PeriodicModelAverager
 from lightning_ddp_hooks.hooks.registry import HookLike
+from lightning_ddp_hooks.short_names import add_short_name
 
 PASSED_ON: tuple[str, ...] = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
 PASSED_ON += ("process_group_backend", "timeout", "start_method")
@@ -46,6 +47,7 @@ def register_names(strategy: Any, registry: Any) -> None:
 
 def register(of_trainer: Any, sharded: Any, of_fabric: Any) -> None:
     """Make the strategies known to Trainer and Fabric by name."""
+    add_short_name({}, "ddp_hooks", of_trainer)  # so that on a command line settings may follow
     of_trainer.register_strategies(StrategyRegistry)
     sharded.register_strategies(StrategyRegistry)
     of_fabric.register_strategies(STRATEGY_REGISTRY)
@@ -69,8 +71,8 @@ def hook_by_lightnings_names(
 
 
 def averager_by_lightnings_names(
-    averager: ModelAverager | None, period: int | None, state: object | None
-) -> ModelAverager | None:
+    averager: AveragerLike | None, period: int | None, state: object | None
+) -> AveragerLike | None:
     """Return ``averager``, or the one that was given by ``model_averaging_period`` and ``ddp_comm_state``."""
     if period is None:
         return averager

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.averaging.averager import ModelAverager
+from lightning_ddp_hooks.averaging.names import AveragerLike
 from lightning_ddp_hooks.config import FitSettings, Settings, StartMethod
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.health.heartbeat import Progress
@@ -66,7 +67,8 @@ class DDPHooksStrategy(DDPStrategy):
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
             Short names are allreduce, batched_powersgd, bf16, fp16, fp8, int8, noop, onebit, post_local_sgd, powersgd,
             quantize_per_channel, quantize_per_tensor, topk.
-        averager: averages the model every few steps, not gradients at each; see `lightning_ddp_hooks.averaging`.
+        averager: averages the model every few steps, not gradients at each: a short name (diloco, hierarchical,
+            local_sgd, slowmo), or a `ModelAverager`.
         average_before_eval: put the averaged model in place for validation.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period;
             ``"auto"`` does where that takes at most about 2 GiB for all ranks, which rank 0 gathers and writes.
@@ -127,7 +129,7 @@ class DDPHooksStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         *,
         comm_hook: HookLike | None = None,
-        averager: ModelAverager | None = None,
+        averager: AveragerLike | None = None,
         average_before_eval: bool = True,
         save_replicas: bool | Literal["auto"] = "auto",
         optimizer_in_hook: OptimizerInHook | None = None,
@@ -194,8 +196,8 @@ class DDPHooksStrategy(DDPStrategy):
         Raises:
             RuntimeError: a hook is registered already, or a backward has run.
         """
-        declared = resolve_hook((state, hook))
-        assert declared is not None
+        if (declared := resolve_hook((state, hook))) is None:  # by name: what is done without one
+            return
         if self.settings.hook is not None:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         raise_on_conflict(self._settings_now(comm_hook=declared))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.averaging.averager import BoundAverager, ModelAverager, plain_context
+from lightning_ddp_hooks.averaging.averager import BoundAverager, plain_context
 from lightning_ddp_hooks.averaging.loss_scale import SharedScale, follow_scale, scaler_text
+from lightning_ddp_hooks.averaging.names import AveragerLike, resolve_averager
 from lightning_ddp_hooks.averaging.replicas import optimizer_params
 from lightning_ddp_hooks.join.context import Join
 from lightning_ddp_hooks.optim.sharded_optimizer import JoinableOptimizer
@@ -35,7 +36,8 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
 
     Args:
         optim: Local optimizer.
-        averager: What averages, and when. Under a Trainer use ``DDPHooksStrategy(averager=...)`` instead.
+        averager: What averages, and when: a `ModelAverager`, or its short name. Under a Trainer use
+            ``DDPHooksStrategy(averager=...)`` instead.
         module: Model, if its buffers are to be averaged too; without it only the optimizer's parameters are.
         process_group: Ranks that average; None for all.
         scaler: GradScaler that calls `step`, if there is one.
@@ -60,7 +62,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
     def __init__(
         self,
         optim: Optimizer,
-        averager: ModelAverager,
+        averager: AveragerLike,
         *,
         module: nn.Module | None = None,
         process_group: comm.ProcessGroup | None = None,
@@ -68,11 +70,11 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
     ) -> None:
         if not isinstance(optim, Optimizer):
             raise TypeError(f"Expected a torch optimizer, got {type(optim).__name__}.")
-        if not isinstance(averager, ModelAverager):
-            raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
+        if (declared := resolve_averager(averager)) is None:
+            raise TypeError("Expected a ModelAverager or its short name for `averager`, got None.")
         # `Optimizer.__init__` would make parameter groups of its own; this object has those of the local optimizer.
         self.optim = optim
-        self._declared = averager
+        self._declared = declared
         self._names = {} if module is None else {id(param): name for name, param in module.named_parameters()}
         self._context = plain_context(
             *self._named_params(),

@@ -1,6 +1,7 @@
 """The command line: each class and argument can be set and is explained, what is printed can be read, errors help."""
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from trainer_runs import Net
 
 from lightning_ddp_hooks import DDPHooksStrategy, averaging, callbacks, hooks, optim
 from lightning_ddp_hooks.hooks import CommHook
+from lightning_ddp_hooks.averaging.names import AVERAGERS as NAMED_AVERAGERS
+from lightning_ddp_hooks.averaging.names import AveragerLike
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,10 +29,7 @@ NEEDED: dict[type, tuple[str, ...]] = {
     hooks.PerParameter: ("--it.rules=[{hook: bf16, ndim: 2}]",),
     hooks.Schedule: ("--it.stages=[{step: 0, hook: bf16}]",),
     hooks.TorchHook: (f"--it.hook={fp16_compress_hook.__module__}.fp16_compress_hook",),
-    averaging.PeriodicModelAverager: ("--it.period=4",),
     averaging.HierarchicalModelAverager: ("--it.period_group_size_dict={2: 2}",),
-    averaging.SlowMo: ("--it.period=4",),
-    averaging.DiLoCo: ("--it.period=4",),
 }
 CLASSES = [value for value in vars(hooks).values() if inspect.isclass(value) and not get_origin(value)]
 HOOKS = [cls for cls in CLASSES if issubclass(cls, CommHook) and cls != CommHook]
@@ -84,7 +84,7 @@ def test_types_are_such_that_each_python_can_resolve_them(cls: type) -> None:
 @pytest.mark.parametrize("cls", [*HOOKS, *AVERAGERS], ids=name_of)
 def test_every_hook_and_averager_is_taken_by_its_path(cls: type) -> None:
     parser = ArgumentParser(exit_on_error=False)
-    wanted: Any = HookLike | None if issubclass(cls, CommHook) else averaging.ModelAverager | None
+    wanted: Any = HookLike | None if issubclass(cls, CommHook) else AveragerLike | None
     parser.add_argument("--it", type=wanted)
     path = f"lightning_ddp_hooks.{'hooks' if issubclass(cls, CommHook) else 'averaging'}.{cls.__name__}"
     given = parser.parse_args([f"--it={path}", *NEEDED.get(cls, ())])
@@ -99,6 +99,7 @@ def test_short_names_are_in_the_help_of_the_strategy(command_line: Callable[...,
     assert left.value.code == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert f"Short names are {', '.join(sorted(SHORT_NAMES))}." in text
+    assert f"a short name ({', '.join(sorted(NAMED_AVERAGERS))})" in text
     for name in inspect.signature(DDPHooksStrategy).parameters:
         assert f"--trainer.strategy.{name} " in text
 
@@ -111,7 +112,8 @@ def test_help_lists_what_is_public_and_nothing_else(base: type) -> None:
     parser.add_argument("--it", type=base)
     listed = re.sub(r"\s", "", parser.format_help()).partition("knownsubclasses:")[2]
     paths = set(re.findall(r"lightning_ddp_hooks\.(?:\w+\.)*\w+", listed))
-    assert paths == {f"lightning_ddp_hooks.{where}.{cls.__name__}" for cls in classes}
+    short = {f"lightning_ddp_hooks.short_names.{name}" for name in (SHORT_NAMES if base is CommHook else NAMED_AVERAGERS)}
+    assert paths == short | {f"lightning_ddp_hooks.{where}.{cls.__name__}" for cls in classes}
 
 
 def test_callbacks_are_added_to_those_of_a_file(command_line: Callable[..., LightningCLI], tmp_path: Path) -> None:
@@ -127,7 +129,49 @@ def test_the_strategy_needs_no_arguments(path: str, command_line: Callable[..., 
     assert type(command_line(f"--trainer.strategy={path}").trainer.strategy) is DDPHooksStrategy
 
 
+BY_NAME: dict[tuple[str, ...], Any] = {
+    ("comm_hook=powersgd", "comm_hook.rank=2"): hooks.PowerSGD(rank=2),
+    ("comm_hook=fp8", "comm_hook.block_size=128"): hooks.BlockQuantize(dtype="fp8", block_size=128),
+    ("comm_hook=fp16",): hooks.Cast(dtype="float16"),
+    ("comm_hook=allreduce",): None,
+    ("averager=diloco",): averaging.DiLoCo(),
+    ("averager=diloco", "averager.comm_hook=int8", "averager.comm_hook.block_size=64"): averaging.DiLoCo(
+        comm_hook=hooks.BlockQuantize(block_size=64)
+    ),
+    ("averager=local_sgd", "averager.period=25"): averaging.PeriodicModelAverager(period=25),
+    ("averager=hierarchical", "averager.period_group_size_dict={2: 2}"): averaging.HierarchicalModelAverager(
+        period_group_size_dict={2: 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", BY_NAME, ids=" ".join)
+def test_settings_follow_a_short_name(flags: tuple[str, ...], command_line: Callable[..., LightningCLI]) -> None:
+    named = [f"--trainer.strategy.{flag}" for flag in flags]
+    settings = command_line("--trainer.strategy=ddp_hooks", *named).trainer.strategy.settings
+    assert (settings.averager if "averager" in flags[0] else settings.hook) == BY_NAME[flags]
+
+
+def test_files_and_flags_are_laid_over_each_other(command_line: Callable[..., LightningCLI], tmp_path: Path) -> None:
+    named = {"class_path": "powersgd", "init_args": {"rank": 2, "seed": 5}}
+    strategy = {"class_path": "ddp_hooks", "init_args": {"comm_hook": named, "averager": "slowmo"}}
+    for name, content in (("one", {"strategy": strategy}), ("other", {"max_epochs": 3})):
+        (tmp_path / name).write_text(json.dumps({"trainer": content}))
+    files = (f"--config={tmp_path / 'one'}", f"--config={tmp_path / 'other'}")
+    trainer = command_line(*files, "--trainer.strategy.comm_hook.rank=4").trainer
+    assert trainer.max_epochs == 3
+    assert type(trainer.strategy) is DDPHooksStrategy
+    assert trainer.strategy.settings.hook == hooks.PowerSGD(rank=4, seed=5)
+    assert trainer.strategy.settings.averager == averaging.SlowMo()
+
+
 FLAGS = {
+    "short names": (
+        STRATEGY,
+        "--trainer.strategy.comm_hook=fp8",
+        "--trainer.strategy.averager=diloco",
+        "--trainer.strategy.averager.period=25",
+    ),
     "hook of a hook": (
         STRATEGY,
         "--trainer.strategy.comm_hook=lightning_ddp_hooks.hooks.Cast",
@@ -185,7 +229,8 @@ def test_a_pair_of_state_and_function_is_taken_by_the_functions_path(command_lin
         (["bucket_cap=3"], "'lightning_ddp_hooks.DDPHooksStrategy':.*Option 'bucket_cap' is not accepted"),
         (["reducer_backend=fast"], r"\['auto', 'native', 'python'\]. Got value: fast"),
         (["comm_hook=lightning_ddp_hooks.hooks.PowerSGD", "comm_hook.rnk=3"], "Option 'rnk' is not accepted"),
-        (["averager=lightning_ddp_hooks.averaging.SlowMo"], "arguments are required: period"),
+        (["comm_hook=powersgd", "comm_hook.rnk=3"], "Option 'rnk' is not accepted"),
+        (["averager=hierarchical"], "arguments are required: period_group_size_dict"),
         (["optimizer_in_hook.shards=true"], "Option 'shards' is not accepted"),
         (["timeout=60"], 'Expected a string with form "h:m:s"'),
     ],
@@ -207,3 +252,5 @@ def test_a_wrong_hook_is_told_the_right_names(name: str, command_line: Callable[
         ValueError, match=f"Unknown communication hook '{name}'; known names: {', '.join(sorted(SHORT_NAMES))}"
     ):
         command_line(STRATEGY, f"--trainer.strategy.comm_hook={name}")
+    with pytest.raises(ValueError, match=f"Unknown averager '{name}'; known names: {', '.join(sorted(NAMED_AVERAGERS))}"):
+        command_line(STRATEGY, f"--trainer.strategy.averager={name}")

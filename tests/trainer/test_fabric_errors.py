@@ -41,7 +41,7 @@ AVERAGER = averaging.PeriodicModelAverager(period=2)
     [
         ({"comm_hook": "powersdg"}, ValueError, "known names: allreduce, "),
         ({"comm_hook": 3}, TypeError, "Expected a short name, a CommHook"),
-        ({"averager": 8}, TypeError, "Expected a ModelAverager for `averager`, got int"),
+        ({"averager": 8}, TypeError, "Expected a ModelAverager or its short name for `averager`, got int"),
         ({"optimizer_in_hook": True}, TypeError, "Expected an OptimizerInHook for `optimizer_in_hook`, got bool"),
         ({"save_replicas": 1}, TypeError, "Expected True, False or 'auto' for `save_replicas`, got 1"),
         ({"detect_nonfinite": "yes"}, TypeError, "Expected True or False for `detect_nonfinite`"),

@@ -107,7 +107,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ddp_comm_hook": allreduce_hook, "comm_hook": "allreduce"}, ValueError, "not both"),
     ({"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": 3}, TypeError, "callable for `ddp_comm_wrapper`, got 3"),
     ({"model_averaging_period": 4}, ValueError, "`model_averaging_period` needs a PostLocalSGDState"),
-    ({"averager": 4}, TypeError, "ModelAverager for `averager`, got int"),
+    ({"averager": 4}, TypeError, "ModelAverager or its short name for `averager`, got int"),
     ({"averager": PeriodicModelAverager(period=2), "model_averaging_period": 4}, ValueError, "not both"),
     ({"averager": PeriodicModelAverager(period=2), "gradient_weighting": "samples"}, ValueError, "weighs gradients"),
     ({"average_before_eval": 1}, TypeError, "True or False for `average_before_eval`, got 1"),

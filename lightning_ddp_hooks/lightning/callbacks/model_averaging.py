@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
-from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.driver import STATE_KEY, Averaging
 from lightning_ddp_hooks.averaging.loss_scale import SharedScale, scaler_text
+from lightning_ddp_hooks.averaging.names import AveragerLike, resolve_averager
 from lightning_ddp_hooks.config import Settings
 from lightning_ddp_hooks.conflicts import raise_on_conflict
 from lightning_ddp_hooks.lightning.fit_facts import facts_of_fit
@@ -33,7 +33,7 @@ class ModelAveraging(Callback):
     ``save_weights_only=True`` does not pass the callback and holds the model of rank 0.
 
     Args:
-        averager: what averages, and when.
+        averager: what averages, and when: a `ModelAverager`, or its short name.
         average_before_eval: put the averaged model in place for validation.
         save_replicas: save each rank's own model and optimizer state in checkpoints, to resume exactly in mid-period;
             ``"auto"`` does where that takes at most about 2 GiB for all ranks, which rank 0 gathers and writes.
@@ -48,16 +48,16 @@ class ModelAveraging(Callback):
 
     def __init__(
         self,
-        averager: ModelAverager,
+        averager: AveragerLike,
         *,
         average_before_eval: bool = True,
         save_replicas: bool | Literal["auto"] = "auto",
     ) -> None:
-        if not isinstance(averager, ModelAverager):
-            raise TypeError(f"Expected a ModelAverager, got {type(averager).__name__}.")
+        if (resolved := resolve_averager(averager)) is None:
+            raise TypeError("Expected a ModelAverager or its short name for `averager`, got None.")
         self._flags: dict[str, Any] = {"average_before_eval": average_before_eval, "save_replicas": save_replicas}
         Settings(average_before_eval=average_before_eval, save_replicas=save_replicas).check()
-        self.averager = averager
+        self.averager = resolved
         self._averaging: Averaging | None = None
         self._scale: SharedScale | None = None
         self._final: dict[str, Any] | None = None
