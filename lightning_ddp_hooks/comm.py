@@ -132,9 +132,12 @@ def is_stream_ordered(group: ProcessGroup, device: torch.device) -> bool:
     return device.type != "cpu" and _compat.backend_for(group, device) != "gloo"
 
 
-def new_group(parent: ProcessGroup, *, cpu: bool = False, timeout: timedelta | None = None) -> ProcessGroup:
+def new_group(
+    parent: ProcessGroup, *, cpu: bool = False, backend: str | None = None, timeout: timedelta | None = None
+) -> ProcessGroup:
     """Make a further group over the ranks of ``parent`` (on the CPU with ``cpu``); a collective call of all of them."""
-    backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
+    if backend is None:
+        backend = "gloo" if cpu and backend_name(parent) != "shm" else backend_name(parent)
     return _make(global_ranks(parent), backend, timeout or timeout_of(parent))
 
 
@@ -167,17 +170,21 @@ def _make(ranks: Sequence[int], backend: str, timeout: timedelta) -> ProcessGrou
 
 
 def split_group(
-    parent: ProcessGroup, parts: Sequence[Sequence[int]], *, timeout: timedelta | None = None
+    parent: ProcessGroup,
+    parts: Sequence[Sequence[int]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> ProcessGroup:
     """Split ``parent`` into any parts and return the group of this rank's part; a collective call of all its ranks."""
-    names = global_ranks(parent)
+    names, backend = global_ranks(parent), backend or backend_name(parent)
     timeout = timeout or timeout_of(parent)
     if len(names) < dist.get_world_size():
         own_part = next(part for part in parts if rank(parent) in part)
-        return _make([names[index] for index in own_part], backend_name(parent), timeout)
+        return _make([names[index] for index in own_part], backend, timeout)
     own: ProcessGroup | None = None
     for part in parts:  # over the whole world all ranks make all parts
-        group = dist.new_group([names[index] for index in part], timeout=timeout, backend=backend_name(parent))
+        group = dist.new_group([names[index] for index in part], timeout=timeout, backend=backend)
         own = group if rank(parent) in part else own
     assert isinstance(own, ProcessGroup)
     return own

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+os.environ["DDP_HOOKS_BUILD"] = "never"  # in the background; `backends.require` builds the native library
+
 # The same draws in each run; what draws new ones for hours lives in benchmarks/soak_*.py.
 settings.register_profile("suite", derandomize=True, database=None)
 settings.load_profile("suite")

@@ -329,6 +329,37 @@ def test_auto_without_a_build_takes_python_and_says_once_how_to_build(
     assert backend_module.BUILD_COMMAND in caplog.text
 
 
+def test_auto_without_a_build_has_one_made_in_the_background_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("DDP_HOOKS_BUILD")
+    monkeypatch.setenv("CXX", "false")  # a compiler that fails
+    failed = build.library_path().parent / "failed"
+
+    assert backend_module.engine_factory("auto") is backend_module.engine_factory("python")
+    assert "in the background" in caplog.text
+    assert build.start_build()  # the one that is under way
+    while not failed.exists():
+        time.sleep(0.05)
+    assert "could not be built" in failed.read_text()
+    while (failed.parent / "begun").exists():
+        time.sleep(0.05)
+    assert not build.start_build()  # it would fail again
+    build._begun.pop().wait()
+
+    monkeypatch.setattr(build, "_compile_to", lambda target: target.touch())
+    failed.unlink()
+    build._build_later()
+    assert build.is_built()
+
+
+def test_no_build_is_begun_without_a_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDP_HOOKS_BUILD")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not build.start_build()
+    assert not any(empty_cache.rglob("begun"))
+
+
 def test_auto_with_a_library_that_cannot_be_loaded_takes_python_and_says_so(
     empty_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

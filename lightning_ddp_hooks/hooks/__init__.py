@@ -13,6 +13,7 @@ from lightning_ddp_hooks.hooks.compose import PerParameter, Rule, Schedule, Stag
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases
 from lightning_ddp_hooks.hooks.error_feedback import ErrorFeedback
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.hooks.hierarchical import HierarchicalAllReduce
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.post_local_sgd import PostLocalSGD, PostLocalSGDState, post_local_sgd_hook
 from lightning_ddp_hooks.hooks.powersgd import (
@@ -40,6 +41,7 @@ __all__ = [
     "Cast",
     "CommHook",
     "ErrorFeedback",
+    "HierarchicalAllReduce",
     "Noop",
     "OneBit",
     "PerParameter",

@@ -1,13 +1,13 @@
 """Global mean first, then the mean of a subgroup only: the gradient side of post-local SGD."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.allreduce import TensorFuture, divisor_of, done
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook, Phases, Subgroup, require_types
+from lightning_ddp_hooks.hooks.hierarchical import ranks_by_host
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import GradBucket
@@ -81,7 +81,7 @@ class PostLocalSGD(CommHook):
                 )
             return parts
         if size is None:
-            return _same_host(context.control_group)
+            return ranks_by_host(context.control_group)
         if world_size % size:
             raise ValueError(
                 f"Expected a subgroup_size that divides the number of ranks: {world_size} ranks cannot be split into "
@@ -151,7 +151,7 @@ class PostLocalSGDState:
         """Find those groups that were not given, and return the one of all ranks; the first call is collective."""
         everyone = self.process_group = comm.resolve_group(self.process_group)
         if self.subgroup is None and self.post_local_gradient_allreduce:
-            self.subgroup = comm.split_group(everyone, _same_host(everyone))
+            self.subgroup = comm.split_group(everyone, ranks_by_host(everyone))
         return everyone
 
 
@@ -173,12 +173,6 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: comm.TorchGradBucket) 
     everyone = comm.world_size(process_group)
     buffer.mul_(everyone / (divisor_of(bucket, process_group) * comm.world_size(group)))
     return comm.all_reduce(buffer, group).get_future().then(lambda future: future.value()[0])
-
-
-def _same_host(group: comm.ProcessGroup) -> list[list[int]]:
-    """Split the ranks of the group by the host that they run on; collective."""
-    hosts = comm.all_gather_object(socket.gethostname(), group)
-    return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
 
 
 SHORT_NAMES["post_local_sgd"] = PostLocalSGD

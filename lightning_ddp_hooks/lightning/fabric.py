@@ -27,10 +27,11 @@ from lightning_ddp_hooks.lightning.checkpoint_io import agree_on_checkpoint, che
 from lightning_ddp_hooks.lightning.fabric_parts import FABRIC_KEY, HookedModule, PartialOptimizer, restore, take_states
 from lightning_ddp_hooks.lightning.failure_watch import stop_watching_process, watch_process
 from lightning_ddp_hooks.lightning.names import PASSED_ON, register_names
-from lightning_ddp_hooks.lightning.restarts import meet_again
+from lightning_ddp_hooks.lightning.restarts import join_world
 from lightning_ddp_hooks.lightning.summary import announce
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.optimizer_clock import OptimizerClock
+from lightning_ddp_hooks.reducer.shm_backend import group_of_neighbors
 from lightning_ddp_hooks.run import SkipStepError, TrainingRun, skippable_step
 
 if TYPE_CHECKING:
@@ -177,8 +178,7 @@ class FabricDDPHooksStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        meet_again(self, self.settings.timeout)
-        super().setup_environment()
+        join_world(self, super().setup_environment)
 
     @override
     def setup_module(self, module: nn.Module) -> HookedModule:  # type: ignore[override]
@@ -234,7 +234,15 @@ class FabricDDPHooksStrategy(DDPStrategy):
         clock = OptimizerClock(module, optimizers)
         # Parts of a module that have optimizers of their own are trained in turn.
         parts = len(optimizers) > 1
-        run = TrainingRun(module, self.settings, clock=clock, scaler=self._scaler, in_parts=parts, warn=rank_zero_warn)
+        run = TrainingRun(
+            module,
+            self.settings,
+            clock=clock,
+            process_group=group_of_neighbors(self.settings.timeout),
+            scaler=self._scaler,
+            in_parts=parts,
+            warn=rank_zero_warn,
+        )
         run.hook.begin()
         if optimizers:
             run.attach_optimizers(optimizers)

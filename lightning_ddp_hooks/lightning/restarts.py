@@ -1,10 +1,10 @@
-"""A run that is started again: how its ranks meet, and the checkpoint that it goes on from."""
+"""How ranks meet, also those of a run that is started again; and the checkpoint that such a one goes on from."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.checkpoint import STATE_KEY
 from lightning_ddp_hooks.lightning.checkpoint_io import is_whole, local_path
+from lightning_ddp_hooks.reducer import shm_backend
 
 _NO_FOLDER = (
     '`resume="auto"` goes on from the newest checkpoint in the folder of a `ModelCheckpoint`, which has to be the same '
@@ -24,7 +25,18 @@ _NO_FOLDER = (
 )
 
 
-def meet_again(strategy: Any, timeout: timedelta | None) -> None:
+def join_world(strategy: Any, set_up: Callable[[], None]) -> None:
+    """Have Lightning set up the ranks' environment and default group; collective."""
+
+    def meet() -> None:
+        _meet_again(strategy, strategy.settings.timeout)
+        set_up()
+
+    named = strategy.settings.process_group_backend is not None or strategy.root_device.type != "cpu"
+    shm_backend.make_world(meet, named=named)
+
+
+def _meet_again(strategy: Any, timeout: timedelta | None) -> None:
     """Make the default group of a run that torchrun has started again; otherwise Lightning makes it.
 
     The attempts of a run share torchrun's store, where torch takes an earlier attempt's addresses for those of this

@@ -31,13 +31,14 @@ from lightning_ddp_hooks.lightning.names import (
     hook_by_lightnings_names,
     register_names,
 )
-from lightning_ddp_hooks.lightning.restarts import AutoResume, meet_again
+from lightning_ddp_hooks.lightning.restarts import AutoResume, join_world
 from lightning_ddp_hooks.lightning.summary import announce, warn_beside_bar
 from lightning_ddp_hooks.lightning.trainer_state import TrainerState
 from lightning_ddp_hooks.lightning.trainer_steps import TrainerSteps
 from lightning_ddp_hooks.lightning.uneven.inputs import Inputs
 from lightning_ddp_hooks.optim.in_hook import OptimizerInHook
 from lightning_ddp_hooks.reducer.reducer import Reducer
+from lightning_ddp_hooks.reducer.shm_backend import group_of_neighbors
 from lightning_ddp_hooks.run import TrainingRun
 
 if TYPE_CHECKING:
@@ -243,8 +244,7 @@ class DDPHooksStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        meet_again(self, self.settings.timeout)
-        super().setup_environment()
+        join_world(self, super().setup_environment)
         self._resume.fit_begins(self.lightning_module and self.lightning_module.trainer)
         self._failed = self._state.agreed = False
         if self.settings.failure_timeout is not None:
@@ -276,6 +276,7 @@ class DDPHooksStrategy(DDPStrategy):
             module,
             self.settings,
             optimizers=lambda: self.optimizers,
+            process_group=group_of_neighbors(self.settings.timeout),
             scaler=getattr(self.precision_plugin, "scaler", None),
             in_parts=manual,
             ends_steps=manual,

@@ -21,14 +21,21 @@ EngineFactory = Callable[..., Engine]
 
 BUILD_COMMAND = "python -m lightning_ddp_hooks build-native"
 
+_NOT_BUILT = f"The reducer runs in Python. The native one takes less time; to build it once: {BUILD_COMMAND}"
+_BEING_BUILT = (
+    "The reducer runs in Python. The native one, which takes less time, is being compiled in the background for later "
+    "runs (DDP_HOOKS_BUILD=never in the environment prevents that)."
+)
+
 
 def engine_factory(backend: Literal["auto", "native", "python"], *, say: bool = True) -> EngineFactory:
     """Return what makes engines of the wanted kind. Ranks need not choose alike: what they send is the same."""
     if backend == "python":
         return PythonEngine
     if backend == "auto" and not build.is_built():
+        later = build.start_build()
         if say:
-            _say_once(f"The reducer runs in Python. The native one takes less time; to build it once: {BUILD_COMMAND}")
+            _say_once(_BEING_BUILT if later else _NOT_BUILT)
         return PythonEngine
     if backend == "native":
         build.build()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_hooks import comm
-from lightning_ddp_hooks.reducer import requests
+from lightning_ddp_hooks.reducer import requests, shm_backend
 from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.in_flight_bucket import BucketHook, EarlierBuckets, InFlightBucket
@@ -86,7 +86,7 @@ class CollectiveQueue:
     def subgroup(self, parts: Sequence[Sequence[int]]) -> Subgroup:
         """Make groups of parts of the ranks; collective."""
         own = tuple(sorted(next(part for part in parts if comm.rank(self.group) in part)))
-        made = comm.split_group(self.group, [sorted(part) for part in parts], timeout=self._timeout)
+        made = shm_backend.split_group(self.group, [sorted(part) for part in parts], timeout=self._timeout)
         handle = Subgroup(own)
         self._made.append(made)
         self._lanes[handle] = [made]

@@ -11,8 +11,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import run_ranks
-from trainer_runs import SAFELY, Net, State, assert_same, make_module, make_trainer, state_of
+from trainer_runs import SAFELY, Net, State, assert_same, assert_trained, make_module, make_trainer, state_of
 from trainer_runs import fit as fit_plainly
+
+from lightning_ddp_hooks.averaging import DiLoCo
+from lightning_ddp_hooks.optim import OptimizerInHook
 
 pytestmark = [
     pytest.mark.ranks,
@@ -57,6 +60,37 @@ def test_a_run_that_is_started_again_goes_on(tmp_path: Path) -> None:
         assert (before, after, none) == (steps // 3, steps - steps // 3, 0)
         assert_same(state, whole)
         assert_same(finished, whole)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hook": {},
+    "sharded": {"comm_hook": None, "optimizer_in_hook": OptimizerInHook(shard=True)},
+    "averager": {"comm_hook": None, "averager": DiLoCo(period=2)},
+}
+
+
+def _epochs(folder: Path, epochs: int) -> dict[str, tuple[State | None, State]]:
+    """Fit with each of the settings; return the model as training began, if there was a checkpoint, and as it ended."""
+    found = {}
+    for name, settings in SETTINGS.items():
+        module, resumes = make_module(WithTest), (folder / name).exists()
+        resuming(folder / name, epochs, **settings).fit(module)
+        found[name] = (module.start if resumes else None, state_of(module))
+    return found
+
+
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
+    ended: dict[str, State] = {}
+    for epochs, world_size in [(1, 3), (2, 2), (3, 3)]:
+        per_rank = run_ranks(_epochs, tmp_path, epochs, world_size=world_size)
+        for name in SETTINGS:
+            for start, end in (found[name] for found in per_rank):
+                if epochs > 1 and name != "averager":  # where ranks go on apart
+                    assert start is not None
+                    assert_same(start, ended[name])
+                assert_same(end, per_rank[0][name][1])
+            ended[name] = per_rank[0][name][1]
+            assert_trained(ended[name])
 
 
 def _leave_out(folder: Path) -> tuple[State, int]:

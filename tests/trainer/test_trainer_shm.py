@@ -2,43 +2,91 @@
 
 import os
 import socket
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from backends import require
+from lightning.fabric import Fabric
 from ranks import run_ranks
 from trainer_runs import Net, assert_same, assert_trained, make_module, make_trainer, state_of
 
-from lightning_ddp_hooks import DDPHooksStrategy, comm
+from lightning_ddp_hooks import DDPHooksStrategy, FabricDDPHooksStrategy, comm
+from lightning_ddp_hooks.reducer import shm_backend
 
 pytestmark = [pytest.mark.ranks, pytest.mark.trainer, pytest.mark.timeout(900)]
 
 
-def _fit(port: int) -> Any:
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _fit(backend: str | None) -> tuple[str, Any]:
+    """Fit; return the backend that gradients took, and the model."""
+    strategy = DDPHooksStrategy(process_group_backend=backend, bucket_cap_mb=0.0001, first_bucket_mb=0.0001)
+    facts: dict[str, object] = {}
+
+    class Told(Net):
+        def on_train_end(self) -> None:
+            facts.update(strategy.stats())
+
+    module = make_module(Told)
+    make_trainer(strategy).fit(module)
+    return str(facts["comm_backend"]), state_of(module)
+
+
+def _world() -> str:
+    return comm.backend_name(comm.resolve_group(None))
+
+
+def _fits(port: int) -> list[Any]:
     os.environ["MASTER_PORT"] = str(port)
+    assert _fit(None)[0] == "gloo"  # the world exists, and somebody has named its backend
     states = []
-    for backend in ("gloo", "shm"):
+    for named, world, taken in [("gloo", "gloo", "gloo"), ("shm", "shm", "shm"), (None, "gloo", "shm")]:
         dist.destroy_process_group()
-        strategy = DDPHooksStrategy(process_group_backend=backend, bucket_cap_mb=0.0001, first_bucket_mb=0.0001)
-        facts: dict[str, object] = {}
+        backend, state = _fit(named)
+        assert (_world(), backend) == (world, taken)
+        states.append(state)
+    assert _fit(None)[0] == "shm"  # the second fit of a world
 
-        class Told(Net):
-            def on_train_end(self) -> None:
-                facts.update(strategy.stats())  # noqa: B023
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricDDPHooksStrategy())
+    fabric.launch()
+    model = fabric.setup_module(torch.nn.Linear(2, 2))
+    assert fabric.strategy.stats()["comm_backend"] == "shm"  # type: ignore[attr-defined]
+    fabric.backward(model(torch.ones(1, 2)).sum())
 
-        module = make_module(Told)
-        make_trainer(strategy).fit(module)
-        assert facts["comm_backend"] == comm.backend_name(comm.resolve_group(None)) == backend
-        states.append(state_of(module))
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "1":
+        shm_backend.build.is_built = lambda: False  # as on a host where nothing was compiled
+    assert _fit(None)[0] == "gloo"
     return states
 
 
-def test_a_fit_ends_bitwise_where_one_over_gloo_does() -> None:
+def test_gradients_go_through_memory_unless_a_backend_is_named() -> None:
     require("native")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for over_gloo, over_shm in run_ranks(_fit, port):
+    for over_gloo, over_shm, by_itself in run_ranks(_fits, _free_port(), timeout=120):
         assert_trained(over_gloo)
         assert_same(over_gloo, over_shm)
+        assert_same(over_gloo, by_itself)
+
+
+def _cannot_share(port: int) -> str:
+    os.environ["MASTER_PORT"] = str(port)
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "1":
+
+        def load() -> ModuleType:
+            raise ImportError("cut short")
+
+        shm_backend.build.load = load
+    return _fit(None)[0]
+
+
+def test_ranks_that_cannot_share_memory_talk_over_gloo() -> None:
+    require("native")
+    assert run_ranks(_cannot_share, _free_port()) == ["gloo"] * 2

@@ -2,8 +2,8 @@
 
     <cache>/lightning_ddp_hooks/native-<torch version>-<python>-<digest of the sources>/ldh_native.so
 
-Run as a program with a directory it compiles into that directory; that is how `build` does it, since torch's builder
-imports what it has built, under a name that it changes from one build to the next.
+Run as a program with a directory it compiles into that directory, and without one it does what `build` does, at the
+lowest priority: so a run that has found no library leaves one to the next.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +28,9 @@ import torch
 _NAME = "ldh_native"
 _HERE = Path(__file__).resolve().parent
 _FLAGS = ["-O3"]
+_FAILED = "failed"
+_BUILD_SECONDS = 1800  # longer than it takes
+_begun: list[subprocess.Popen[bytes]] = []  # they outlive this process, and nobody waits for them
 
 
 def library_path() -> Path:
@@ -90,17 +95,61 @@ def build() -> Path:
     return target
 
 
+def start_build() -> bool:
+    """Have another process build the engine for later runs; return whether one does, in this moment.
+
+    It is begun once on a host, at the lowest priority and on one core. If it fails, it is not tried again; the reason
+    lies in ``failed`` beside where the engine would be. ``DDP_HOOKS_BUILD=never`` in the environment prevents it.
+    """
+    folder = library_path().parent
+    compiler = os.environ.get("CXX", "c++")
+    if os.environ.get("DDP_HOOKS_BUILD") == "never" or (folder / _FAILED).exists() or not shutil.which(compiler):
+        return False
+    begun = folder / "begun"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if begun.exists() and time.time() - begun.stat().st_mtime > _BUILD_SECONDS:
+            begun.unlink(missing_ok=True)  # it was killed
+        with begun.open("x"):
+            pass
+        _begun.append(
+            subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "MAX_JOBS": "1"},
+            )
+        )
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _build_later() -> None:
+    folder = library_path().parent
+    try:
+        build()
+    except RuntimeError as error:
+        (folder / _FAILED).write_text(str(error))
+    finally:
+        (folder / "begun").unlink(missing_ok=True)
+
+
 def _compile_to(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as directory:
         ran = subprocess.run([sys.executable, str(_HERE / "build.py"), directory], capture_output=True, text=True)
         if ran.returncode:
             raise RuntimeError(
-                "The native reducer could not be built. It needs a C++ compiler (g++ or clang) and ninja "
-                f"(pip install ninja); `reducer_backend='python'` needs neither. The builder said:\n"
-                f"{(ran.stderr or ran.stdout).strip()}"
+                "The native reducer could not be built. It needs a C++ compiler (g++ or clang); "
+                f"`reducer_backend='python'` needs none. The builder said:\n{(ran.stderr or ran.stdout).strip()}"
             )
         # Whoever finds the file finds all of it.
         (Path(directory) / target.name).replace(target)
+        (target.parent / _FAILED).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -117,22 +166,31 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(directory: str) -> None:
-    """Compile with torch's builder, in this process."""
+    """Compile with torch's builder, in this process: with ninja where it is there, else file after file."""
     # Programs of a virtual environment that is not activated, such as a ninja from pip, are beside its Python.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    from torch.utils import cpp_extension
+    from setuptools import Distribution  # type: ignore[import-untyped]
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
 
-    cpp_extension.load(
-        _NAME,
-        [str(path) for path in _sources()],
-        extra_cflags=_FLAGS,
-        build_directory=directory,
-        with_cuda=False,
+    extension = CppExtension(_NAME, [str(path) for path in _sources()], extra_compile_args=_FLAGS)
+    command = BuildExtension(
+        Distribution({"name": _NAME, "ext_modules": [extension]}),
+        no_python_abi_suffix=True,
+        use_ninja=is_ninja_available(),
     )
+    command.build_lib = directory
+    command.build_temp = str(Path(directory) / "objects")
+    command.ensure_finalized()
+    command.run()
 
 
 if __name__ == "__main__":
-    try:
-        _compile(sys.argv[1])
-    except Exception as error:
-        sys.exit(str(error))
+    if len(sys.argv) == 1:
+        if hasattr(os, "nice"):
+            os.nice(19)
+        _build_later()
+    else:
+        try:
+            _compile(sys.argv[1])
+        except Exception as error:
+            sys.exit(str(error))
