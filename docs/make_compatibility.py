@@ -30,8 +30,7 @@ def generated() -> str:
                 by = "" if rule.by == "ours" else " (Lightning refuses it)"
                 lines.append(f"- **{rule.pair[0]}** and **{rule.pair[1]}**{by}: {text}")
         lines.append("")
-    lines += ["## All others work together", "", "Any two of these that are not in the lists above:", ""]
-    lines += [f"- {axis}: {' / '.join(one.name for one in settings)}" for axis, settings in axes.items()]
+    lines += ["## All others work together", "", f"Any other two settings of {', '.join(axes)}."]
     return "\n".join(lines)
 
 
