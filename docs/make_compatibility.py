@@ -23,16 +23,14 @@ def generated() -> str:
     runs = [run_of(pair) for pair in pairs(axes)] + list(OTHER_RUNS)
     lines = []
     for verdict, heading in HEADINGS.items():
-        lines += [heading, "", "| | with | what is said |", "|---|---|---|"]
+        lines += [heading, ""]
         for rule in RULES:
             if rule.verdict == verdict:
                 text = next(found for run in runs if (found := rule.found(run)) is not None)
-                by = "" if rule.by == "ours" else " (by Lightning)"
-                cells = (*rule.pair, text + by)
-                lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+                by = "" if rule.by == "ours" else " (Lightning refuses it)"
+                lines.append(f"- **{rule.pair[0]}** and **{rule.pair[1]}**{by}: {text}")
         lines.append("")
-    lines += ["## All others work together", "", "Any two of these that are not in the tables above:", ""]
-    lines += [f"- {axis}: {' / '.join(one.name for one in settings)}" for axis, settings in axes.items()]
+    lines += ["## All others work together", "", f"Any other two settings of {', '.join(axes)}."]
     return "\n".join(lines)
 
 

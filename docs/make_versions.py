@@ -16,10 +16,15 @@ def table_in(page: str) -> str:
     """Return the page with the table made anew, newest torch first."""
     runs = json.loads(PAGE.with_suffix(".json").read_text())
     runs.sort(key=lambda run: [int(part) for part in run["torch"].split(".")], reverse=True)
-    lines = ["| Python | torch | lightning | torchmetrics | tests that pass | by | on | |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| Python | torch | lightning | torchmetrics | tests that pass | by | on | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for run in runs:
         versions = " | ".join(run[column] for column in COLUMNS)
-        lines.append(f"| {versions} | {run['passed']} of {run['of']} | `{run['how']}` | {run['date']} | {run['note']} |")
+        lines.append(
+            f"| {versions} | {run['passed']} of {run['of']} | `{run['how']}` | {run['date']} | {run['note']} |"
+        )
     return page_with("\n".join(lines), page)
 
 
