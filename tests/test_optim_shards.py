@@ -25,7 +25,9 @@ STEPS = 4
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     sizes = (64, 192, 256, 64)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [
+        nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)
+    ]
     return nn.Sequential(*layers).to(dtype)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_hooks import comm
@@ -104,7 +103,7 @@ class _BoundHierarchical(BoundHook):
         return None
 
 
-def ranks_by_host(group: comm.ProcessGroup) -> Sequence[list[int]]:
+def ranks_by_host(group: comm.ProcessGroup) -> list[list[int]]:
     """Split the ranks of the group by the host that they run on; collective."""
     hosts = comm.all_gather_object(socket.gethostname(), group)
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]

@@ -89,7 +89,9 @@ def split_group(
 
 def _may_choose() -> bool:
     """Tell whether nobody has named a backend for the world, so that gloo is only the default."""
-    world = comm.resolve_group(None) if comm.is_initialized() else None
+    if not comm.is_initialized():
+        return False
+    world = comm.resolve_group(None)
     return world in _worlds and comm.backend_name(world) == "gloo"
 
 
