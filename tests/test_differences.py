@@ -1,4 +1,4 @@
-"""What torch's DDP takes and ours refuses raises, as `docs/differences.md` says, row by row."""
+"""What torch's DDP takes and ours refuses raises, as `docs/migrate.md` says, row by row."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ from lightning_ddp_hooks import DistributedDataParallel as DDP
 from lightning_ddp_hooks.averaging import HierarchicalModelAverager
 from lightning_ddp_hooks.hooks import PowerSGDState, batched_powersgd_hook, powersgd_hook
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "differences.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "migrate.md"
 
 
 def refuses(error: type[Exception], message: str, act: Callable[[], object]) -> None:
