@@ -41,7 +41,7 @@ def _ours_with_graphs_of(mb: float) -> Callable[..., nn.Module]:
         from lightning_ddp_hooks import _compat
 
         wrapped = VARIANTS["native-view"](module, **options)
-        wrapped._run.graphs_by_bucket = lambda: _compat.splitting_graphs(int(mb * 2**20))
+        wrapped._run.graphs_by_bucket = lambda: _compat.SplitGraphs(lambda: int(mb * 2**20))
         return wrapped
 
     return wrap

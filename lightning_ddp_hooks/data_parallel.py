@@ -152,8 +152,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._by_world_size = True
         self._held: HeldGradients | None = None
         self.reducer.buffers.each_keeps_its_own = not self._sends_buffers
-        self.reducer.on_backward_begin = weakly(self._announce_backward)
-        self.reducer.on_backward_end = weakly(self._note_backward)
         # Whoever lets go of the wrapper lets go of its hooks, buckets and groups, and may wrap the module anew.
         self._closing = weakref.finalize(self, self._run.close)
         self._closing.atexit = False
@@ -244,6 +242,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         self.reducer.finalize_pending_backward()
         self._held = HeldGradients(self.reducer)
+        self.reducer.on_backward_begin = weakly(self._announce_backward)
+        self.reducer.on_backward_end = weakly(self._note_backward)
         return DataParallelJoinHook(
             self.reducer,
             self._held,

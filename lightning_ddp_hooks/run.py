@@ -98,6 +98,8 @@ class TrainingRun:
             agree_on={**settings.to_agree_on(), "precision's scaler": scaler_text(scaler), **(agree_on or {})},
             init_sync=init_sync,
         )
+        reducer = self.reducer
+        self._graphs = _compat.SplitGraphs(lambda: reducer.bucket_bytes)
         self.reducer.on_backward_begin = weakly(self._begin_backward)
         self.reducer.expects = False  # until a forward or a step
         watches = settings.detect_nonfinite and scaler is None
@@ -177,7 +179,7 @@ class TrainingRun:
         """Surround the user's forward: graphs that are compiled in it for training are split where buckets end."""
         if self.reducer.world_size == 1 or not torch.is_grad_enabled():
             return nullcontext()
-        return _compat.splitting_graphs(self.reducer.bucket_bytes)
+        return self._graphs
 
     def after_forward(self, output: object) -> None:
         """Take what the user's forward returned; with gradients enabled, it decides what its backward does."""

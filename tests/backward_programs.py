@@ -76,7 +76,20 @@ class Op:
         """Whether stock DDP reduces what comes through its outputs, too."""
         if self.kind == "join":  # in the others' backwards a rank without data sends zeros, whatever it holds
             return self.clears != "never" and min(self.batches) > 0
-        return not (self.between in ("local", "no_sync") or self.again or (self.kind, self.under) == ("abort", "sync"))
+        if self.kind in ("abort", "wrap") and self.under == "sync":  # wrapping writes to what the backward needs
+            return False
+        return not (self.between in ("local", "no_sync") or self.again)
+
+    @property
+    def stock_static(self) -> bool:
+        """Whether stock DDP can run it with a static graph, too; of local backwards it makes internal errors."""
+        if self.kind in ("drop", "wrap"):
+            return self.under != "sync"
+        return (
+            self.kind in ("evaluate", "zero", "sync", "join")
+            and not (self.mixes or self.accumulates)
+            and not self.between
+        )
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,8 @@ class Program:
     @property
     def stock(self) -> bool:
         """Whether stock DDP does it right."""
+        if self.static_graph and not all(op.stock_static for op in self.ops):
+            return False
         shared = self.trunk or self.find_unused  # a parameter's second gradient, a second look for unused ones
         return all(op.stock and not (shared and op.apart in ("outputs", "forwards")) for op in self.ops) and not (
             self.find_unused and any(op.inside == "reentrant" or op.mixes or op.between for op in self.ops)

@@ -23,7 +23,7 @@ def check(batch: Sequence[Program], subjects: Sequence[str], world_size: int = 2
 @pytest.mark.timeout(900)  # the native engine may have to be built first
 @pytest.mark.parametrize(("world_size", "count"), [(1, 10), (2, 20), (4, 8)])
 @settings(
-    max_examples=1,
+    max_examples=2,  # the first one is the simplest, over and over
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -32,4 +32,6 @@ def check(batch: Sequence[Program], subjects: Sequence[str], world_size: int = 2
 @given(data=st.data())
 def test_random_programs_give_the_gradients_of_stock_ddp(data: st.DataObject, world_size: int, count: int) -> None:
     require("native")
-    check(data.draw(st.lists(programs(), min_size=count, max_size=count)), ["python", "native"], world_size)
+    batch = data.draw(st.lists(programs(), min_size=count, max_size=count))
+    if len(set(batch)) > 1:
+        check(batch, ["python", "native"], world_size)

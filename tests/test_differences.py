@@ -91,7 +91,7 @@ def equal_sizes() -> None:
 
 
 def unknown_group() -> None:
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     refuses(ValueError, "torch.distributed.new_group", lambda: DDP(nn.Linear(2, 2), process_group=group))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import CodeType, FrameType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -331,7 +330,7 @@ def _in_a_frame(module: torch.nn.Module) -> Any:
 def forget_other_graphs(module: torch.nn.Module, nbytes: int) -> None:
     """Forget all compiled graphs, if some of a module's were not split at ``nbytes``: they will be compiled anew.
 
-    Dynamo does not ask whether a graph was compiled under `splitting_graphs`.
+    Dynamo does not ask whether a graph was compiled under `SplitGraphs`.
     """
     if any(_split_at.get(code) != nbytes for code in _compiled_code(module)):
         torch.compiler.reset()
@@ -356,27 +355,29 @@ def _compiled_code(module: torch.nn.Module) -> list[CodeType]:
 _COMPILED = ("forward", "training_step")
 
 
-@dataclass(frozen=True)
-class _GraphSize:
-    """Stands for a DistributedDataParallel that runs its forward, of which Dynamo asks one thing."""
-
-    bucket_bytes_cap: int
-
-
-@contextmanager
-def splitting_graphs(nbytes: int) -> Iterator[None]:
-    """Have graphs that are compiled in this context split where their parameters fill a bucket of ``nbytes``.
+class SplitGraphs:
+    """Has graphs that are compiled in this context split where their parameters fill a bucket of ``nbytes()``.
 
     The gradients of a compiled graph come together, when its backward ends. ``optimize_ddp=False`` in Dynamo's
     configuration turns the splitting off. As torch has it, the last graph holds 1 MiB, and no graph may be smaller.
     """
-    ddp: Any = torch.nn.parallel.DistributedDataParallel
-    outer = ddp._active_ddp_module
-    ddp._active_ddp_module = _GraphSize(max(nbytes, _FIRST_GRAPH_BYTES))
-    try:
-        yield
-    finally:
-        ddp._active_ddp_module = outer
+
+    def __init__(self, nbytes: Callable[[], int]) -> None:
+        self._nbytes = nbytes
+        self._outer: list[Any] = []
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """What Dynamo asks of the DistributedDataParallel that runs its forward."""
+        return max(self._nbytes(), _FIRST_GRAPH_BYTES)
+
+    def __enter__(self) -> None:
+        self._outer.append(_ddp._active_ddp_module)
+        _ddp._active_ddp_module = self
+
+    def __exit__(self, *error: object) -> None:
+        _ddp._active_ddp_module = self._outer.pop()
 
 
+_ddp: Any = torch.nn.parallel.DistributedDataParallel
 _FIRST_GRAPH_BYTES = 1 << 20
