@@ -157,10 +157,11 @@ OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3}),
 }
 
-EXACT_HOOKS = ("None", "allreduce", "torch's", "by divisor", "full rank", "all of topk", "per parameter", "schedule")
-NEAR_HOOKS = ("fp16", "powersgd", "batched_powersgd", "int8", "onebit", "topk")
-"""Hooks that round or compress: no exact reference, but equal ranks."""
-RESUMES_EXACTLY = (*EXACT_HOOKS, "powersgd", "fp16")
+EXACT_HOOKS = ("None", "allreduce", "torch's", "by divisor", "full rank", "per parameter", "schedule")
+ROUNDING_HOOKS = {"all of topk": 1e-5, "fp16": 1e-2}
+"""Hooks that round, and how far off the reference they may be."""
+NEAR_HOOKS = ("powersgd", "batched_powersgd", "int8", "onebit", "topk")
+"""Hooks that compress: no reference, but ranks are equal."""
 
 
 def draw(seed: int, world: int) -> Program:
@@ -200,7 +201,7 @@ def draw(seed: int, world: int) -> Program:
     early = in_hook is not None and in_hook.get("overlap", True)  # needs a plain step
     manual = None if early else manual
     scaler = often(0.3) and not early
-    hook = choose.choice((*EXACT_HOOKS, *NEAR_HOOKS)) if often(0.7) else "None"
+    hook = choose.choice((*EXACT_HOOKS, *ROUNDING_HOOKS, *NEAR_HOOKS)) if often(0.7) else "None"
     if averager is not None and often(0.2):
         hook = "post_local_sgd"
     program = Program(
