@@ -4,7 +4,7 @@
     python benchmarks/soak_programs.py --seed 1234 --count 1   # one of them again
 
 Programs mix accumulation, uneven inputs, a GradScaler, hooks, metrics, frozen layers, averagers, optimizers in the
-hook, manual optimization and resuming; see `tests/trainer/programs.py`. Prints what is wrong, and ends with an error then.
+hook, manual optimization and resuming; see `tests/trainer/programs.py`. Prints what is wrong, and fails then.
 """
 
 import argparse
