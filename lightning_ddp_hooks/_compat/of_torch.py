@@ -34,6 +34,12 @@ NO_COMPILED_AUTOGRAD = (
 )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether the current stream of an accelerator is captured into a graph; False where there are no graphs."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def current_backward_id() -> int:
     """Return the id of the backward that runs on this thread, or -1 outside one.
 

@@ -185,10 +185,16 @@ class PythonEngine:
 
     @_without_grad
     def _take_gradients_out(self) -> None:
-        """Move gradients out of buckets that may still be written over, where a further backward would add to them."""
-        for param, view in zip(self._params, self._view_of, strict=True):
+        """Move gradients out of buckets that may still be written over, where a further backward would add to them.
+
+        What a device was sending is gone: when that is written over, and what has been done to it since, nobody knows.
+        """
+        for index, (param, view) in enumerate(zip(self._params, self._view_of, strict=True)):
             if view is not None and param.grad is view:
-                param.grad = view.clone()
+                param.grad = torch.zeros_like(view) if self._is_being_sent(index) else view.clone()
+
+    def _is_being_sent(self, index: int) -> bool:
+        return not self._on_host and self.active and self._bucket_of[index] < self.launched
 
     def _report_aborted(self) -> None:
         if self._aborted and (callbacks := self._callbacks()) is not None:
@@ -209,7 +215,7 @@ class PythonEngine:
         if not self.sync:
             return
         if not (self.active and self.callback_queued):
-            self._begin()
+            self._begin(index)
             self._used[index] |= came  # forgotten if an aborted backward was given up
         if not came:
             return
@@ -233,13 +239,17 @@ class PythonEngine:
         if not pending and bucket == self.launched:
             self._announce_full()
 
-    def _begin(self) -> None:
+    def _begin(self, index: int) -> None:
+        # The gradient that begins a backward has been added to what an aborted one was sending.
+        lost = self._aborted and self._is_being_sent(index) and self._params[index].grad is self._view_of[index]
         self._report_aborted()
         callbacks = self._callbacks()
         if not self.active and callbacks is not None:
             callbacks.open_backward()
         if not self.callback_queued:
             self.queue_callback()
+        if lost:
+            self._late.append(index)
 
     def _came_again(self, index: int) -> None:
         # Harmless as long as the gradient still lies in `.grad` alone.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_ddp_hooks import _compat, comm
@@ -27,6 +28,7 @@ from lightning_ddp_hooks.reducer.module_sync import Buffers, broadcast_tensors, 
 from lightning_ddp_hooks.reducer.observer import BackwardObserver, GradientGuard
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters, check_parameters, claim, release, require_free
 from lightning_ddp_hooks.reducer.queue import CollectiveQueue
+from lightning_ddp_hooks.reducer.stream import require_no_capture
 from lightning_ddp_hooks.reducer.synced_backwards import SyncedBackwards
 from lightning_ddp_hooks.weak import weakly
 
@@ -194,6 +196,8 @@ class Reducer(SyncedBackwards):
 
     def before_forward(self, buffers_from: int = 0) -> None:
         """Finish what an earlier backward left behind, and refresh buffers; before each forward."""
+        if self.params and torch.is_grad_enabled():
+            require_no_capture(self.params[0].device)
         self.finalize_pending_backward(before_forward=True)
         self._forwards += 1
         if self._engine.recording or self._forwards % _FORWARDS_PER_LOOK == 0:

@@ -65,13 +65,25 @@ class _DeviceRead(DeferredRead):
         self._arrived.record(torch.accelerator.current_stream(tensor.device))
 
     def values(self) -> list[float]:
-        self._arrived.synchronize()
+        if not self._arrived.query():  # so that a trace shows a wait only where the host really waits
+            self._arrived.synchronize()
         return list(map(float, self._host.flatten().tolist()))
 
 
 def has_streams(device: torch.device) -> bool:
     """Tell whether work on ``device`` is queued on streams, so that the host runs ahead of it."""
     return device.type not in ("cpu", "meta")
+
+
+def require_no_capture(device: torch.device) -> None:
+    """Raise if the current stream of ``device`` is captured into a graph."""
+    if has_streams(device) and _compat.is_capturing(device):
+        raise RuntimeError(
+            "A step that reduces gradients cannot be captured into a graph: in each backward the host looks at what "
+            "the ranks tell each other, and a replay leaves the host out. Capture the module before it is wrapped "
+            "(`torch.cuda.make_graphed_callables`), or compile it (`torch.compile(mode='reduce-overhead')`): then its "
+            "gradients are accumulated, and reduced, outside of the graphs."
+        )
 
 
 def start_read(tensor: Tensor) -> DeferredRead:

@@ -27,6 +27,7 @@ from lightning_ddp_hooks.reducer.bucket_manager import BucketManager
 from lightning_ddp_hooks.reducer.end_of_backward import BackwardEnd
 from lightning_ddp_hooks.reducer.in_flight import InFlightBuckets
 from lightning_ddp_hooks.reducer.parameters import WatchedParameters
+from lightning_ddp_hooks.reducer.stream import require_no_capture
 
 
 class SyncedBackwards:
@@ -63,6 +64,7 @@ class SyncedBackwards:
         self._by_forward = False  # each forward says anew that a backward is expected
         self._outputs = OutputHooks(self._backward_comes)
         self._came_through_outputs = False  # the backward whose end will be told
+        self._backward: int | None = None  # its number, if it came through outputs
         self._stays_open: bool | None = None  # None: it never has, so that no optimizer's step is watched
 
     @property
@@ -97,17 +99,21 @@ class SyncedBackwards:
         self._outputs.watch(outputs)
 
     def _backward_comes(self) -> None:
-        engine = self._engine
-        if not engine.callback_queued:
+        engine, backward = self._engine, _compat.current_backward_id()
+        # A device's thread may be yet to let go of the callback of a backward that an exception has ended.
+        is_dead = engine.callback_queued and self._backward not in (None, backward)
+        if not engine.callback_queued or (is_dead and not _compat.backward_is_nested()):
             self.backward_aborted()
             engine.queue_callback()
-            self._came_through_outputs = True
+            self._came_through_outputs, self._backward = True, backward
         engine.sync = True
 
     # ------------------------------------------------------------------ what engines call
 
     def open_backward(self) -> None:
         """Prepare for a synced backward, whose first gradient has come."""
+        if self._parameters.params:
+            require_no_capture(self._parameters.params[0].device)
         if torch.is_grad_enabled() and _compat.current_backward_id() != -1:
             raise RuntimeError(
                 "backward(create_graph=True) cannot be reduced over ranks: the mean of gradients is not part of the "
@@ -142,7 +148,7 @@ class SyncedBackwards:
         What comes through the outputs of a forward has all come at the end of that backward, also where both run inside
         another one (a checkpointed wrapper). A gradient alone may come in a backward that runs inside the whole.
         """
-        through_outputs, self._came_through_outputs = self._came_through_outputs, False
+        through_outputs, self._came_through_outputs, self._backward = self._came_through_outputs, False, None
         if not self._engine.active:
             self.expects = self._expects  # no gradient has come through the outputs
         elif self._end.complete:
@@ -269,7 +275,7 @@ class SyncedBackwards:
     def _let_go(self) -> None:
         self._aborted = None
         self._outputs.forget()
-        self._came_through_outputs = False
+        self._came_through_outputs, self._backward = False, None
         self._stays_open = self._stays_open and False
         self.expects = self._expects and not self._by_forward
         self.forget_use()

@@ -194,3 +194,35 @@ def _queue_steps(backend: Backend) -> list[float]:
 def test_a_whole_step_is_queued_behind_a_slow_kernel(backend: Backend) -> None:
     for seconds in run_ranks(_queue_steps, backend):
         assert min(seconds) < 0.3  # 0.015 on a quiet machine
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def _capture(backend: Backend) -> list[str]:
+    device = sim.join_world()
+    torch.manual_seed(0)
+    net = Net().to(device)
+    model = wrap(net, reducer_backend=backend)
+    capturing = False
+    torch.get_device_module(device).is_current_stream_capturing = lambda: capturing
+    own, found = batch(0, dist.get_rank()).to(device), []
+    for capturing_forward, capturing_backward in [(False, False), (True, True), (False, True), (False, False)]:
+        net.zero_grad()
+        try:
+            capturing = capturing_forward
+            loss = model(own).square().mean()
+            capturing = capturing_backward
+            loss.backward()
+            found.append("reduced")
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["python", "native"])
+def test_a_step_is_not_captured_into_a_graph(backend: Backend) -> None:
+    for first, forward, backward, last in run_ranks(_capture, backend):
+        assert first == last == "reduced"
+        assert "cannot be captured into a graph" in forward
+        assert "cannot be captured into a graph" in backward

@@ -153,19 +153,28 @@ bool Engine::take_aborted() {
   return found;
 }
 
-// What is still being sent will be written over, but the gradients of a further backward must not be.
+// What is still being sent will be written over, but the gradients of a further backward must not be. What a device was
+// sending is gone: when that is written over, and what has been done to it since, nobody knows.
 void Engine::take_gradients_out() noexcept {
   try {
     const at::NoGradGuard no_grad;
     for (auto& param : params_) {
-      auto& gradient = param.tensor.mutable_grad();
-      if (param.view.defined() && gradient.defined() && gradient.is_same(param.view)) {
-        gradient = param.view.clone();
+      if (in_bucket(param)) {
+        param.tensor.mutable_grad() = being_sent(param) ? at::zeros_like(param.view) : param.view.clone();
       }
     }
   } catch (const std::exception& error) {
     TORCH_WARN("Gradients of an aborted backward stay in their buckets: ", error.what());
   }
+}
+
+bool Engine::in_bucket(const Param& param) const {
+  const auto& gradient = param.tensor.mutable_grad();
+  return param.view.defined() && gradient.defined() && gradient.is_same(param.view);
+}
+
+bool Engine::being_sent(const Param& param) const {
+  return !on_host_ && active && static_cast<size_t>(param.bucket) < launched;
 }
 
 void Engine::queue_callback() {
@@ -200,7 +209,7 @@ void Engine::gradient_ready(size_t index) {
   }
   std::shared_ptr<Engine> alive;
   if (!active || !callback_queued) {
-    alive = begin_backward();
+    alive = begin_backward(index);
     param.used |= came;  // forgotten if an aborted backward was given up
   }
   if (!came) {
@@ -230,14 +239,19 @@ void Engine::gradient_ready(size_t index) {
 }
 
 // Returns what keeps this engine alive until the caller is done with it, whatever the callback does.
-std::shared_ptr<Engine> Engine::begin_backward() {
+std::shared_ptr<Engine> Engine::begin_backward(size_t index) {
   auto self = shared_from_this();
+  // The gradient that begins a backward has been added to what an aborted one was sending.
+  const bool lost = aborted && being_sent(params_[index]) && in_bucket(params_[index]);
   report_aborted();
   if (!active) {
     callbacks_.open_backward();
   }
   if (!callback_queued) {
     queue_callback();
+  }
+  if (lost) {
+    late_.push_back(static_cast<int64_t>(index));
   }
   return self;
 }

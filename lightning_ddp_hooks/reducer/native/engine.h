@@ -96,9 +96,11 @@ class Engine final : public GradientListener, public std::enable_shared_from_thi
 
   struct EndOfBackward;
 
-  std::shared_ptr<Engine> begin_backward();
+  std::shared_ptr<Engine> begin_backward(size_t index);
   void callback_dropped(uint64_t number, bool ended) noexcept;
   void take_gradients_out() noexcept;
+  bool in_bucket(const Param& param) const;
+  bool being_sent(const Param& param) const;
   void report_aborted();
   void came_again(size_t index);
   void launch_full();

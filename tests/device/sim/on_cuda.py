@@ -67,8 +67,8 @@ def why_not(file: str, test: str) -> str | None:
         return "needs a GPU"
     if file in ("test_sim.py", "test_trainer_on_sim.py", "test_one_point_in_fits.py"):
         return "is about the simulated device or its accelerator"
-    if test.startswith("test_leaving_out_a_wait"):
-        return "needs streams that are slow for long"
+    if test.startswith(("test_leaving_out_a_wait", "test_a_step_is_not_captured")):
+        return "needs streams that are slow for long, or pretend to be captured"
     if file == "test_one_point.py" or test.startswith("test_a_whole_step_is_queued"):
         return None if a_gpu_each() else "needs a GPU for each rank: gloo lets the host wait"
     return None
