@@ -158,9 +158,7 @@ class Measured:
     skipped: dict[str, str]
 
 
-def measure(
-    rank: Rank, model_name: str, blocks: int, steps: int, cap: dict[str, Any], variants: list[str]
-) -> Measured:
+def measure(rank: Rank, model_name: str, blocks: int, steps: int, cap: dict[str, Any], variants: list[str]) -> Measured:
     """Check parity, then time ``blocks`` blocks of ``steps`` steps of each variant."""
     trainees: dict[str, _Trainee] = {}
     skipped: dict[str, str] = {}

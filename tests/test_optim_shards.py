@@ -1,6 +1,7 @@
 """Sharded steps as the network and the memory see them: bytes, shares, whole matrices beside cut parameters."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ STEPS = 4
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     sizes = (64, 192, 256, 64)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()) for a, b in pairwise(sizes)]
     return nn.Sequential(*layers).to(dtype)
 
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_ddp_hooks import _compat
 
-
 _NOTHING: Mapping[Tensor, Tensor] = {}
 
 

@@ -1,7 +1,7 @@
 """Parts of parameters and the ranks that own them: arithmetic and views, without communication.
 
-    parameters of a bucket    [ weight            | bias | weight                    | bias ]
-    owners after `cut`        [ rank 0         | rank 1                | rank 2              ]
+parameters of a bucket    [ weight            | bias | weight                    | bias ]
+owners after `cut`        [ rank 0         | rank 1                | rank 2              ]
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ def _groups_by_element(optimizer: Optimizer, advances: bool) -> frozenset[int]:
             params = {position: list(chosen.values())}
             try:
                 whole = _Trial(optimizer, params=params, advances=advances)
-                by_element[key] = not whole.moved_otherwise(_Trial(optimizer, params=params, cut=True, advances=advances))
+                by_element[key] = not whole.moved_otherwise(
+                    _Trial(optimizer, params=params, cut=True, advances=advances)
+                )
             except _NoTrialError:
                 by_element[key] = False
         return by_element[key]

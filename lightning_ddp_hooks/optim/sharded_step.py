@@ -87,9 +87,7 @@ class ShardedStep:
         """Tell whether each of the parameters is the optimizer's and has owners, so that only they need gradients."""
         return self.shards.world_size > 1 and all(self._stepper.has(p) and self.shards.has(p) for p in params)
 
-    def early(
-        self, params: Sequence[Tensor], gradients: Sequence[Tensor], *, uses_up: bool = False
-    ) -> list[Tensor]:
+    def early(self, params: Sequence[Tensor], gradients: Sequence[Tensor], *, uses_up: bool = False) -> list[Tensor]:
         """Step what this rank owns of a bucket's parameters, with reduced gradients.
 
         With ``uses_up`` only owners have those, and the end of the step sets ``.grad`` to None. Returns those that some
@@ -115,9 +113,7 @@ class ShardedStep:
         """Step what this rank owns of the parameters, with what is in ``.grad``."""
         own = [(param, self.shards.own(param)) for param in params]
         stand_ins = {param: stand_in(param, piece) for param, piece in own if piece and not _is_whole(piece, param)}
-        self._stepper.run(
-            [param for param, piece in own if piece], last=last, arguments=arguments, stand_ins=stand_ins
-        )
+        self._stepper.run([param for param, piece in own if piece], last=last, arguments=arguments, stand_ins=stand_ins)
 
     def rollback(self) -> None:
         """Undo a tentative step: no rank had a loss."""

@@ -39,7 +39,10 @@ class ShardAssignment:
         return next((piece for piece in pieces if piece.owner == self.rank), None)
 
     def assign(
-        self, params: Iterable[Tensor], runs: Iterable[Sequence[Tensor]] = (), cost: Callable[[Tensor], int] = Tensor.numel
+        self,
+        params: Iterable[Tensor],
+        runs: Iterable[Sequence[Tensor]] = (),
+        cost: Callable[[Tensor], int] = Tensor.numel,
     ) -> list[Tensor]:
         """Give owners to parameters that have none, alike on all ranks; return those parameters.
 
