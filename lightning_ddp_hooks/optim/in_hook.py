@@ -44,9 +44,9 @@ class OptimizerInHook:
     - ``OptimizerInHook(shard=True, overlap=False)``: two phases: backward, then each rank steps its parameters and all
       exchange them; with gradient clipping, GradScaler, manual optimisation.
 
-    With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a communication
-    hook compresses them; ``.grad`` is None after the step then. Sums of more than two ranks are rounded in another order
-    than by an all-reduce.
+    With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a
+    communication hook compresses them; ``.grad`` is None after the step then. Sums over more than two ranks are rounded
+    in another order than by an all-reduce.
 
     Args:
         shard: Whether to share parameters and optimizer state among the ranks.

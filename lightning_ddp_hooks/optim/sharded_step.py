@@ -59,6 +59,8 @@ class ShardedStep:
         self.exchange = ShardExchange(shards)
         self._stepper = PartialStepper(optimizer)
         check_separable(optimizer, self._stepper, sharded=self._sharded)
+        self._stepper.notice_groups()
+        shards.join(param for param in optimizer_params(optimizer) if not self._may_be_cut(param))
         self._done: set[Tensor] = set()
         self._used_up: set[Tensor] = set()  # of which `.grad` is not the mean over the ranks
         self._undo: list[Callable[[], None]] | None = None
@@ -112,6 +114,8 @@ class ShardedStep:
     def _run(self, params: Sequence[Tensor], *, last: bool, arguments: Mapping[str, Any] | None = None) -> None:
         """Step what this rank owns of the parameters, with what is in ``.grad``."""
         own = [(param, self.shards.own(param)) for param in params]
+        for param in params:
+            self.shards.require_order(param)
         stand_ins = {param: stand_in(param, piece) for param, piece in own if piece and not _is_whole(piece, param)}
         self._stepper.run([param for param, piece in own if piece], last=last, arguments=arguments, stand_ins=stand_ins)
 
