@@ -105,12 +105,12 @@ def test_a_cut_parameter_must_stay_in_its_order() -> None:
     param = nn.Parameter(torch.zeros(20, 30))
     shards = ShardAssignment(2)
     shards.assign([], [[param]])
-    shards.require_order(param)
+    shards.require_order([param])
     param.data = torch.zeros(30, 20).t()
     with pytest.raises(
         RuntimeError, match=r"shape \(20, 30\) lies in memory in another order .* \(1, 20\), not \(30, 1\)"
     ):
-        shards.require_order(param)
+        shards.require_order([param])
 
 
 def test_the_state_of_a_piece_is_cut_and_joined_in_the_order_of_memory() -> None:

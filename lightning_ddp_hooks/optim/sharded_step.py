@@ -96,6 +96,7 @@ class ShardedStep:
         rank has stepped: all but what is not the optimizer's, or has no owner yet.
         """
         stepped = [param for param in params if self._stepper.has(param) and self.shards.has(param)]
+        self.shards.require_order(stepped)
         self._done.update(stepped)
         self._used_up.update(stepped if uses_up else ())
         if self._undo is not None:
@@ -114,8 +115,6 @@ class ShardedStep:
     def _run(self, params: Sequence[Tensor], *, last: bool, arguments: Mapping[str, Any] | None = None) -> None:
         """Step what this rank owns of the parameters, with what is in ``.grad``."""
         own = [(param, self.shards.own(param)) for param in params]
-        for param in params:
-            self.shards.require_order(param)
         stand_ins = {param: stand_in(param, piece) for param, piece in own if piece and not _is_whole(piece, param)}
         self._stepper.run([param for param, piece in own if piece], last=last, arguments=arguments, stand_ins=stand_ins)
 
@@ -135,6 +134,7 @@ class ShardedStep:
         left = self.left()
         self.assign_all()
         self.version += 1
+        self.shards.require_order(left)
         self._run(left, last=True, arguments=arguments)
         if self._group is not None:
             carry_out(self.exchange.send(left), self._group)

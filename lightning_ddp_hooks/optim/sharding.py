@@ -39,14 +39,15 @@ class ShardAssignment:
         pieces = self.pieces(param) if self.has(param) else ()
         return next((piece for piece in pieces if piece.owner == self.rank), None)
 
-    def require_order(self, param: Tensor) -> None:
+    def require_order(self, params: Iterable[Tensor]) -> None:
         """Raise RuntimeError if the elements of a parameter that was cut lie in another order than then."""
-        if param.stride() != self._strides.get(param, param.stride()):
-            raise RuntimeError(
-                f"A parameter of shape {tuple(param.shape)} lies in memory in another order than when it was shared "
-                f"among the ranks (strides {param.stride()}, not {self._strides[param]}): bring the model into its "
-                "memory format before training begins."
-            )
+        for param in params:
+            if param.stride() != self._strides.get(param, param.stride()):
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(param.shape)} lies in memory in another order than when it was "
+                    f"shared among the ranks (strides {param.stride()}, not {self._strides[param]}): bring the model "
+                    "into its memory format before training begins."
+                )
 
     def join(self, params: Iterable[Tensor]) -> None:
         """Let those parameters have no owners that are cut and may not be, since another optimizer steps them."""
