@@ -404,6 +404,12 @@ class Pair:
         (requests.AllReduce(torch.ones(3).to_sparse()), "AllReduce: expected a dense, contiguous tensor"),
         (requests.AllToAll(torch.ones(3)), "AllToAll: 3 elements cannot be split into 2"),
         (requests.ReduceScatter(torch.ones(5)), "ReduceScatter: 5 elements cannot be split into 2"),
+        (
+            requests.AllToAll(torch.ones(3), sizes=((1, 1), (1, 2))),
+            "expected sizes of 2 parts to send, 3 elements in all",
+        ),
+        (requests.AllToAll(torch.ones(3), sizes=((1, 2), (3,))), "expected sizes of 2 parts to send, 3 .* of 2 to get"),
+        (requests.AllToAll(torch.ones(3), torch.ones(3), sizes=((1, 2), (2, 2))), "expected an output of 4 elements"),
         (requests.Broadcast(torch.ones(2), 2), "expected a source from 0 to 1, got 2"),
         (requests.AllToAll(torch.ones(4), torch.ones(2)), "expected an output of 4 elements .* got 2"),
         (requests.AllGather(torch.ones(4), torch.ones(4)), "expected an output of 8 elements .* got 4"),

@@ -90,6 +90,29 @@ def test_owners_stay_and_what_may_be_cut_is() -> None:
     assert ShardAssignment().own(params[0]) == (0, 0, 80)
 
 
+def test_what_is_cut_becomes_whole_for_an_optimizer_that_needs_that() -> None:
+    params = [torch.zeros(100, 4), torch.zeros(64), torch.zeros(50)]
+    shards = ShardAssignment(2)
+    shards.assign(params[2:], [params[:2]])
+    assert [len(shards.pieces(param)) for param in params] == [2, 1, 1]
+    shards.join(params)
+    assert [shards.has(param) for param in params] == [False, True, True]
+    assert [p is params[0] for p in shards.assign(params)] == [True]
+    assert len(shards.pieces(params[0])) == 1
+
+
+def test_a_cut_parameter_must_stay_in_its_order() -> None:
+    param = nn.Parameter(torch.zeros(20, 30))
+    shards = ShardAssignment(2)
+    shards.assign([], [[param]])
+    shards.require_order([param])
+    param.data = torch.zeros(30, 20).t()
+    with pytest.raises(
+        RuntimeError, match=r"shape \(20, 30\) lies in memory in another order .* \(1, 20\), not \(30, 1\)"
+    ):
+        shards.require_order([param])
+
+
 def test_the_state_of_a_piece_is_cut_and_joined_in_the_order_of_memory() -> None:
     param = torch.zeros(6, 50).t()
     state = {"sum": torch.arange(300.0).view(50, 6), "step": torch.tensor(3.0), "flag": True}

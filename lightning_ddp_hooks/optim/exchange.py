@@ -53,19 +53,28 @@ class ShardExchange:
         if _in_rows(buffer, sizes):
             yield from self._reduce_rows(by_owner, max(sizes))
             return
-        received = self._memory.borrow(size * own, buffer.dtype, buffer.device)
-        borrowed, sent = [received], buffer
+        sent, packed = buffer, None
         if ranges != sorted(ranges):
-            borrowed.append(self._memory.borrow(len(buffer), buffer.dtype, buffer.device))
-            sent = borrowed[1][: len(buffer)]
+            packed = self._memory.borrow(len(buffer), buffer.dtype, buffer.device)
+            sent = packed[: len(buffer)]
             _copy([part for parts in by_owner for part in parts], into=sent)
-        yield requests.AllToAll(sent, received[: size * own], sizes=(sizes, [own] * size))
-        total = sent[before : before + own]
-        _sum_rows(received[: size * own].view(size, own), total)
-        if sent is not buffer:
+        total, to_each, from_each = sent[before : before + own], list(sizes), [own] * size
+        at_an_end = before == 0 or before + own == len(sent)
+        if at_an_end:  # then what this rank keeps need not be copied by the collective
+            sent = sent[own:] if before == 0 else sent[:before]
+            to_each[rank] = from_each[rank] = 0
+        memory = self._memory.borrow(sum(from_each), buffer.dtype, buffer.device)
+        received = memory[: sum(from_each)]
+        yield requests.AllToAll(sent, received, sizes=(to_each, from_each))
+        if own:
+            rows = list(received.view(-1, own))
+            if at_an_end:
+                rows.insert(rank, total)
+            _sum(rows, total)
+        self._memory.give_back(memory)
+        if packed is not None:
             _copy(by_owner[rank], out_of=total)
-        for memory in borrowed:
-            self._memory.give_back(memory)
+            self._memory.give_back(packed)
 
     def _reduce_rows(self, by_owner: Sequence[Sequence[Tensor]], length: int) -> Requests:
         first = next(part for parts in by_owner for part in parts)
@@ -175,11 +184,14 @@ def _copy(parts: Sequence[Tensor], *, into: Tensor | None = None, out_of: Tensor
         _compat.foreach_copy_(parts, out_of[: sum(lengths)].split(lengths))
 
 
-def _sum_rows(rows: Tensor, out: Tensor) -> None:
-    """Sum what each rank has sent, in the order of ranks, rounding half precision once."""
-    if len(rows) == 2 or rows.dtype not in (torch.float16, torch.bfloat16):
-        torch.add(rows[0], rows[1], out=out)
-        for row in rows[2:]:
-            out.add_(row)
+def _sum(rows: Sequence[Tensor], out: Tensor) -> None:
+    """Sum what each rank has sent, in the order of ranks, rounding half precision once; overwrites the first."""
+    first, *middle, last = rows
+    if middle and out.dtype in (torch.float16, torch.bfloat16):
+        first, last = first.float(), last.float()
+    for row in middle:
+        first.add_(row)
+    if first.dtype is out.dtype:
+        torch.add(first, last, out=out)
     else:
-        out.copy_(rows.sum(dim=0, dtype=torch.float32))
+        out.copy_(first.add_(last))

@@ -32,8 +32,9 @@ from lightning_ddp_hooks.reducer.queue import PlainMean
 class OptimizerInHook:
     """Steps the optimizer while gradients are still being reduced, and shares its state among the ranks (ZeRO style).
 
-    ``configure_optimizers`` stays as it is, and so does the result. Any optimizer will do whose update
-    of a parameter depends only on that parameter, its state and the values of its group; others raise, by name.
+    ``configure_optimizers`` stays as it is, and so does the result. Any optimizer will do whose update of a parameter
+    depends only on that parameter, its state and the values of its group; others raise, by name. Parameters whose
+    elements are updated each by itself (as by Adam, SGD or Lion) are cut; others (as by Muon) stay whole.
 
     - ``OptimizerInHook()``: every rank steps each bucket as soon as it is reduced.
     - ``OptimizerInHook(shard=True)``: each rank steps its share of each bucket and sends it to the others; it holds 1/N
@@ -43,9 +44,9 @@ class OptimizerInHook:
     - ``OptimizerInHook(shard=True, overlap=False)``: two phases: backward, then each rank steps its parameters and all
       exchange them; with gradient clipping, GradScaler, manual optimisation.
 
-    With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a communication
-    hook compresses them; ``.grad`` is None after the step then. Sums of more than two ranks are rounded in another order
-    than by an all-reduce.
+    With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a
+    communication hook compresses them; ``.grad`` is None after the step then. Sums over more than two ranks are rounded
+    in another order than by an all-reduce.
 
     Args:
         shard: Whether to share parameters and optimizer state among the ranks.

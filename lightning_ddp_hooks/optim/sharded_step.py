@@ -59,6 +59,8 @@ class ShardedStep:
         self.exchange = ShardExchange(shards)
         self._stepper = PartialStepper(optimizer)
         check_separable(optimizer, self._stepper, sharded=self._sharded)
+        self._stepper.notice_groups()
+        shards.join(param for param in optimizer_params(optimizer) if not self._may_be_cut(param))
         self._done: set[Tensor] = set()
         self._used_up: set[Tensor] = set()  # of which `.grad` is not the mean over the ranks
         self._undo: list[Callable[[], None]] | None = None
@@ -94,6 +96,7 @@ class ShardedStep:
         rank has stepped: all but what is not the optimizer's, or has no owner yet.
         """
         stepped = [param for param in params if self._stepper.has(param) and self.shards.has(param)]
+        self.shards.require_order(stepped)
         self._done.update(stepped)
         self._used_up.update(stepped if uses_up else ())
         if self._undo is not None:
@@ -131,6 +134,7 @@ class ShardedStep:
         left = self.left()
         self.assign_all()
         self.version += 1
+        self.shards.require_order(left)
         self._run(left, last=True, arguments=arguments)
         if self._group is not None:
             carry_out(self.exchange.send(left), self._group)

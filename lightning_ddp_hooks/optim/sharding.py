@@ -24,6 +24,7 @@ class ShardAssignment:
         self.rank = rank
         self._loads = [0] * world_size
         self._pieces: dict[Tensor, tuple[Piece, ...]] = {}
+        self._strides: dict[Tensor, tuple[int, ...]] = {}  # of those that are cut
 
     def has(self, param: Tensor) -> bool:
         """Tell whether the parameter has owners."""
@@ -37,6 +38,24 @@ class ShardAssignment:
         """Return the piece that this rank owns, if the parameter has owners and this rank is one."""
         pieces = self.pieces(param) if self.has(param) else ()
         return next((piece for piece in pieces if piece.owner == self.rank), None)
+
+    def require_order(self, params: Iterable[Tensor]) -> None:
+        """Raise RuntimeError if the elements of a parameter that was cut lie in another order than then."""
+        for param in params:
+            if param.stride() != self._strides.get(param, param.stride()):
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(param.shape)} lies in memory in another order than when it was "
+                    f"shared among the ranks (strides {param.stride()}, not {self._strides[param]}): bring the model "
+                    "into its memory format before training begins."
+                )
+
+    def join(self, params: Iterable[Tensor]) -> None:
+        """Let those parameters have no owners that are cut and may not be, since another optimizer steps them."""
+        for param in params:
+            if len(self._pieces.get(param, ())) > 1:
+                for owner, start, stop in self._pieces.pop(param):
+                    self._loads[owner] -= stop - start
+                del self._strides[param]
 
     def assign(
         self,
@@ -63,6 +82,7 @@ class ShardAssignment:
         for run in cuttable:
             for param, pieces in zip(run, cut([param.numel() for param in run], self._loads), strict=True):
                 self._pieces[param] = pieces
+                self._strides[param] = param.stride()
                 for piece in pieces:
                     self._loads[piece.owner] += piece.stop - piece.start
         return [*whole, *in_runs]

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_hooks import _compat, comm
 from lightning_ddp_hooks.hooks.allreduce import allreduce_hook
-from lightning_ddp_hooks.hooks.contract import CommHook
+from lightning_ddp_hooks.hooks.contract import CommHook, hook_name
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
 from lightning_ddp_hooks.hooks.on_torch import TorchDDPState, run_on_torch_ddp
 from lightning_ddp_hooks.hooks.registry import HookLike, resolve_hook
@@ -24,8 +23,6 @@ from lightning_ddp_hooks.reducer.reducer import Reducer
 
 ZeroHook = Callable[[Any, Any], Any]
 _Declare = Callable[[Any], CommHook | None]
-# Functions that stand for the plain mean, which is made for the owners of parameters alone.
-_MEANS = (allreduce_hook, torchs_allreduce_hook)
 
 
 def hook_with_zero_step(
@@ -34,8 +31,9 @@ def hook_with_zero_step(
     """Have ``hook`` followed by the optimizer's step; the steps follow the backward.
 
     They overlap with the reductions that are still under way, which suits networks that are slow beside the
-    computation. With the plain mean, gradients go to the owners of their parameters alone; see `OptimizerInHook`. Every iteration updates, also the first. Register the result with the wrapper that was given; each
-    synchronised backward is a step then.
+    computation. With the plain mean, gradients go to the owners of their parameters alone; see `OptimizerInHook`. Every
+    iteration updates, also the first. Register the result with the wrapper that was given; each synchronised backward
+    is a step then.
 
     Args:
         hook: Reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
@@ -96,7 +94,7 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
     declared = None if is_function else resolve_hook(hook)
 
     def declare(state: Any) -> CommHook | None:
-        if hook in _MEANS and state is None:
+        if state is None and _is_plain_mean(hook):
             return None
         return TorchHook(hook=hook, state=state) if is_function else declared
 
@@ -107,6 +105,12 @@ def _zero_hook(hook: Any, ddp: Any, zero: Any, settings: OptimizerInHook) -> Zer
         made = _on_torch_ddp(declare, ddp, zero, settings)
     zero.has_hook = True
     return made
+
+
+def _is_plain_mean(hook: Any) -> bool:
+    """Tell whether a hook is torch's function for the mean, or ours; that is made for owners of parameters alone."""
+    torchs = (getattr(hook, "__module__", None) or "").startswith("torch.")
+    return hook is allreduce_hook or (torchs and hook_name(hook) == "allreduce_hook")
 
 
 def _on_our_reducer(

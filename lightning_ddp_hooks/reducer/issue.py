@@ -133,12 +133,13 @@ def subgroups_of(request: Request) -> Iterator[Subgroup | None]:
 
 
 def describe_request(request: Request | None) -> str:
-    """Describe a request by what must be the same on all ranks: parts of the ranks may send other amounts."""
+    """Describe a request by what must be the same on all ranks: amounts may differ over parts of the ranks."""
     name = type(request).__name__
     if isinstance(request, requests.Together):
         return f"{name} [{', '.join(map(describe_request, request.requests))}]"
     tensor = getattr(request, "tensor", None)
-    if not isinstance(tensor, Tensor) or getattr(request, "subgroup", None) is not None:
+    uneven = getattr(request, "sizes", None) is not None
+    if not isinstance(tensor, Tensor) or uneven or getattr(request, "subgroup", None) is not None:
         return name
     source = f" from {request.source}" if isinstance(request, requests.Broadcast) else ""
     return f"{name} of {tensor.numel()} elements in {tensor.dtype}{source}"
