@@ -179,3 +179,9 @@ def test_the_flags_of_the_slurm_script_are_known() -> None:
 
     assert "num_nodes: 2" in printed
     assert "bucket_cap_mb: auto" in printed
+
+
+def test_language_model_is_trained_in_shards() -> None:
+    line = run_ranks(run_script, "language_model_fsdp.py", "--batches=2", world_size=4, timeout=120)[0]
+
+    assert 0 < value(line, "val_loss") < 7
