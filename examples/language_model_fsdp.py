@@ -11,6 +11,7 @@ import argparse
 
 import lightning as L
 from language_model import LanguageModel, StandardLibrary
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import lightning_ddp_hooks as ldh
@@ -24,6 +25,9 @@ class ShardedLanguageModel(LanguageModel):
         for block in self.blocks.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(self, mesh=mesh)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return super().forward(text).clone()  # FSDP2 warns of outputs that are views
 
 
 def main() -> None:
@@ -42,7 +46,7 @@ def main() -> None:
         strategy=strategy,
         max_epochs=1,
         limit_train_batches=options.batches,
-        limit_val_batches=20,
+        limit_val_batches=min(20, options.batches),
         enable_checkpointing=False,
         logger=False,
     )

@@ -200,3 +200,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     name, sent = re.fullmatch(r"(\w+) +accuracy 0\.\d+  sent +([\d.]+) kB a step", last).groups()
     assert name == "PowerSGD"
     assert 0 < float(sent) < 340.0  # what all-reduce sends of 85,002 parameters
+
+
+def test_language_model_is_trained_in_shards() -> None:
+    line = run_ranks(run_script, "language_model_fsdp.py", "--batches=2", world_size=4, timeout=120)[0]
+
+    assert 0 < value(line, "val_loss") < 7

@@ -108,6 +108,15 @@ def _divide_factor_case() -> float:
     return largest_difference(sums[:1], sums[1:])
 
 
+def _given_back_case() -> float:
+    """After `close` the model is FSDP2's again, which reduces over the replicas itself."""
+    model = shard(make_model(), mesh_2d())
+    optimizer = optimizer_of(model)
+    for _ in range(2):
+        ldh.fsdp.apply(model, comm_hook="int8", optimizers=optimizer).close()
+    return largest_difference(train(model, STEPS, optimizer), reference(STEPS))
+
+
 def _means() -> dict[str, float]:
     return {
         "plain": _mean_case(),
@@ -119,6 +128,7 @@ def _means() -> dict[str, float]:
         "checkpointed": _mean_case(checkpointed=True),
         "compiled": _mean_case(compiled=True),
         "mixed precision": _mixed_precision_case(),
+        "given back": _given_back_case(),
         "divide factor": _divide_factor_case(),
     }
 

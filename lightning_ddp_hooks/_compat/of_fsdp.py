@@ -64,6 +64,7 @@ class ParamGroup:
 
     def __init__(self, raw: Any, name: str, names: dict[int, str]) -> None:
         self._raw = raw
+        self._before: dict[str, Any] = {}
         self.name = name
         self.params = [ShardedParam(param, names.get(id(param.sharded_param), "")) for param in raw.fsdp_params]
         info = raw.mesh_info
@@ -94,21 +95,31 @@ class ParamGroup:
         """Whether the user has FSDP2 divide by a number of their own, and not by that of the ranks."""
         return getattr(self._raw, "gradient_divide_factor", None) is not None
 
-    def take_all_reduce(self, hook: Callable[[Tensor], None] | None) -> None:
+    def take_all_reduce(self, hook: Callable[[Tensor], None]) -> None:
         """Have ``hook`` reduce the result of the reduce-scatter in place, instead of FSDP2's all-reduce."""
         _require(self._raw, "_all_reduce_hook", "2.7")
         info = self._raw.mesh_info
         if isinstance(info, HSDPMeshInfo):  # the group is told that it has no replicas; its parameters know better
             alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
             if self._raw.post_forward_mesh_info is info:
-                self._raw.post_forward_mesh_info = alone
-            self._raw.mesh_info = alone
-        self._raw._all_reduce_hook = hook
+                self._set("post_forward_mesh_info", alone)
+            self._set("mesh_info", alone)
+        self._set("_all_reduce_hook", hook)
 
     def take_reduce_scatter(self, collective: Any) -> None:
         """Have ``collective`` take the place of the reduce-scatter; see ``set_custom_reduce_scatter``."""
         _require(self._raw, "_reduce_scatter_comm", "2.9")
-        self._raw._reduce_scatter_comm = collective
+        self._set("_reduce_scatter_comm", collective)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._before.setdefault(name, getattr(self._raw, name))
+        setattr(self._raw, name, value)
+
+    def give_back(self) -> None:
+        """Leave its gradients to FSDP2 again."""
+        for name, value in self._before.items():
+            setattr(self._raw, name, value)
+        self._before.clear()
 
 
 def _require(raw: Any, name: str, version: str) -> None:

@@ -51,7 +51,7 @@ class FSDPHooks:
         optimizers: Sequence[Optimizer],
         replicas: comm.ProcessGroup | None,
     ) -> None:
-        groups = _checked_groups(model)
+        groups = self._groups = _checked_groups(model)
         self.model = model
         self._step = 0
         self._settings = settings
@@ -216,7 +216,9 @@ class FSDPHooks:
         return {"step": self.step, "replicas": size, "shards": comm.world_size(self._shard_group), "hook": stats}
 
     def close(self) -> None:
-        """Let go of the model and free groups; gradients are not summed over replicas any more."""
+        """Leave the model to FSDP2 again, and free groups."""
+        for group in self._groups:
+            group.give_back()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

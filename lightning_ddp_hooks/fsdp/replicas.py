@@ -89,9 +89,7 @@ class ReplicaReduction:
             output.copy_(result.view(-1))
 
     def close(self) -> None:
-        """Leave gradients to FSDP2, without a sum over the replicas, and free the groups."""
-        for bucket in self._buckets:
-            bucket.group.take_all_reduce(None)
+        """Free the groups, once nothing is reduced any more."""
         self._queue.close()
         comm.destroy_group(self._group)
 

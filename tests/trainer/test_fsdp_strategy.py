@@ -15,7 +15,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from trainer_runs import QUIET, SAFELY, Net, State, state_of
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler
+from trainer_runs import GLOBAL_BATCH, QUIET, SAFELY, Net, State, dataset, state_of
 
 from lightning_ddp_hooks import DDPHooksStrategy, FSDPHooksStrategy
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
@@ -37,6 +39,11 @@ class ShardedNet(Net):
                 fully_shard(layer, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 
+    def train_dataloader(self) -> Any:
+        kwargs = self.trainer.strategy.distributed_sampler_kwargs
+        sampler = DistributedSampler(dataset(), **kwargs, shuffle=False)
+        return DataLoader(sampler.dataset, GLOBAL_BATCH // kwargs["num_replicas"], sampler=sampler)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
@@ -44,10 +51,19 @@ class ShardedNet(Net):
         return self.train_dataloader()
 
 
-def _fit(strategy: Any, *, across: bool = False, ckpt: str | None = None, **options: Any) -> tuple[State, Trainer]:
+class TensorParallelNet(ShardedNet):
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        super().configure_model()
+
+
+def _fit(
+    strategy: Any, *, across: bool = False, ckpt: str | None = None, parallel: bool = False, **options: Any
+) -> tuple[State, Trainer]:
     torch.manual_seed(0)
     sharded = isinstance(strategy, ModelParallelStrategy)
-    module = ShardedNet() if sharded else Net()
+    module = TensorParallelNet() if parallel else ShardedNet() if sharded else Net()
     if across:
         module.mesh_dims = ACROSS
     options = {**QUIET, "devices": 4, "precision": "64-true", **options}
@@ -73,6 +89,8 @@ def _means() -> dict[str, float]:
         "across": (FSDPHooksStrategy(replicas=2), {"across": True}),
         "averager in its warm-up": (FSDPHooksStrategy(replicas=2, averager=MEAN), {}),
     }
+    parallel = FSDPHooksStrategy(tensor_parallel_size=2, replicas=2, comm_hook=PowerSGD(start_iter=99))
+    forms["tensor parallel"] = (parallel, {"parallel": True})
     found = {name: _difference(_fit(strategy, **options)[0], expected) for name, (strategy, options) in forms.items()}
     clipping = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     clipped, _ = _fit(FSDPHooksStrategy(replicas=2), **clipping)
