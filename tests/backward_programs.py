@@ -66,7 +66,7 @@ class Op:
     between: str = ""
     mixes: bool = False
     under: str = "local"
-    batches: tuple[int, ...] = (1, 1, 1, 1)
+    batches: tuple[int, ...] = (1,)
     accumulates: bool = False
     by_world: bool = True
     clears: str = "begin"
@@ -97,11 +97,11 @@ class Program:
     """Operations, and the settings of the wrappers."""
 
     ops: tuple[Op, ...]
-    find_unused: bool
-    static_graph: bool
-    trunk: bool
-    views: bool
-    seed: int
+    find_unused: bool = False
+    static_graph: bool = False
+    trunk: bool = True
+    views: bool = True
+    seed: int = 0
 
     @property
     def stock(self) -> bool:
@@ -110,7 +110,11 @@ class Program:
             return False
         shared = self.trunk or self.find_unused  # a parameter's second gradient, a second look for unused ones
         return all(op.stock and not (shared and op.apart in ("outputs", "forwards")) for op in self.ops) and not (
-            self.find_unused and any(op.inside == "reentrant" or op.mixes or op.between for op in self.ops)
+            self.find_unused
+            and any(
+                op.inside == "reentrant" or op.mixes or op.between or (op.kind, op.under) == ("drop", "sync")
+                for op in self.ops
+            )
         )
 
 
