@@ -8,7 +8,7 @@ import torch.distributed as dist
 from monitor_fakes import FakeBucket, FakeClock, FakeTask, Watched
 from ranks import run_ranks
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.monitor.clock import Clock
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
