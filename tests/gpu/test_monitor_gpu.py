@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 
 import lightning_ddp_hooks as ldh
+from lightning_ddp_hooks import traffic
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
