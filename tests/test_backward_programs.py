@@ -32,6 +32,8 @@ FOUND = [
         ),
         static_graph=True,
     ),
+    # A local backward, which is reduced, between the forward and a backward for each output.
+    Program((Op("sync", apart="outputs", between="local"), Op("sync", apart="forwards", between="local"))),
 ]
 
 

@@ -69,6 +69,7 @@ class OutputHooks:
         self._comes = weakref.WeakMethod(comes)
         self._own = weakref.ref(self)
         self._unvisited: weakref.WeakSet[_Output] = weakref.WeakSet()
+        self._any_visited = False
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Watch outputs, as long as their graph lives."""
@@ -81,6 +82,7 @@ class OutputHooks:
         """Take note that a gradient has come to an output."""
         if (comes := self._comes()) is not None:
             self._unvisited.discard(output)
+            self._any_visited = True
             comes()
 
     @property
@@ -89,8 +91,10 @@ class OutputHooks:
         return len(self._unvisited) > 0
 
     def forget(self) -> None:
-        """Wait for the outputs watched so far no more; a backward through one is told nevertheless."""
-        self._unvisited.clear()
+        """Expect no more from the outputs watched so far, once a backward has come through one; others are told still."""
+        if self._any_visited:
+            self._unvisited.clear()
+            self._any_visited = False
 
 
 @unserializable_hook  # an output is saved without it
