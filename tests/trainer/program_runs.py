@@ -344,16 +344,17 @@ def _problems(program: Program, found: Sequence[Found], expected: Expected) -> I
 
 
 def _wrong_logs(program: Program, found: Found, expected: Expected) -> Iterator[str]:
+    rtol = 2e-2 if program.hook in ROUNDING_HOOKS else 1e-4  # the latter for float32
     for epoch, losses in enumerate(expected.losses):
         values = torch.tensor([loss for loss, _ in losses], dtype=torch.float64).sort().values
-        if not torch.allclose(found.losses[epoch], values.float().double(), rtol=1e-4):
+        if not torch.allclose(found.losses[epoch], values, rtol=rtol):
             yield f"the metric of epoch {epoch} holds {found.losses[epoch]}, not {values}"
         # Lightning's own mean over ranks rounds their numbers of samples.
         mean = expected.mean_loss(epoch)
-        if (program.policy or len(program.sizes) == 1) and abs(found.mean_losses[epoch] - mean) > 1e-4 * mean:
+        if (program.policy or len(program.sizes) == 1) and abs(found.mean_losses[epoch] - mean) > rtol * mean:
             yield f"the logged loss of epoch {epoch} is {found.mean_losses[epoch]}, not {mean}"
     for epoch, mean in enumerate(expected.val_losses):
-        if (program.policy or len(program.sizes) == 1) and abs(found.val_losses[epoch] - mean) > 1e-4 * mean:
+        if (program.policy or len(program.sizes) == 1) and abs(found.val_losses[epoch] - mean) > rtol * mean:
             yield f"the validation after epoch {epoch} gives {found.val_losses[epoch]}, not {mean}"
 
 
