@@ -1,9 +1,10 @@
 """The real device: the numbers of the CPU and of torch's DDP, and memory that is not reused too soon.
 
-Two ranks share one GPU over gloo, which moves CUDA tensors too. NCCL takes no two ranks on one GPU: with it there are as
-many ranks as GPUs.
+Two ranks share one GPU over gloo, which moves CUDA tensors too. NCCL takes no two ranks on one GPU: with it there are
+as many ranks as GPUs.
 """
 
+import gc
 from typing import Any, Literal
 
 import on_gpu
@@ -137,24 +138,25 @@ def test_memory_of_a_bucket_in_flight_is_not_reused(backend: Backend) -> None:
 
 
 def _peaks() -> dict[str, int]:
-    """Return the peak of the memory that training allocates beyond the model, for each way to reduce."""
-    device, group = on_gpu.own_device(), on_gpu.stream_ordered_group()
-    found = {}
+    """Return the peak of the memory that a model takes in training, for each way to reduce."""
+    device, group, found = on_gpu.own_device(), on_gpu.stream_ordered_group(), {}
     for way in ("ddp", *BACKENDS):
+        gc.collect()
+        start = on_gpu.restart_peak()
         net = on_gpu.layers(8, 1024, device)
+        settings: dict[str, Any] = {"process_group": group, "gradient_as_bucket_view": True}
         if way == "ddp":
-            model: nn.Module = nn.parallel.DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+            model: nn.Module = nn.parallel.DistributedDataParallel(net, **settings)
         else:
-            model = ldh.DataParallel(net, process_group=group, reducer_backend=way)  # type: ignore[arg-type]
+            model = ldh.DataParallel(net, **settings, reducer_backend=way)  # type: ignore[arg-type]
         x = torch.randn(64, 1024, device=device)
-        before = 0
         for step in range(5):
             if step == 3:
-                before = on_gpu.restart_peak()
+                on_gpu.restart_peak()
             model.zero_grad()
             model(x).square().mean().backward()
         on_gpu.synchronize()
-        found[way] = on_gpu.peak()
+        found[way] = on_gpu.peak() - start
         del model, net, x
     return found
 

@@ -6,7 +6,6 @@ from typing import Any
 import on_gpu
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 
 import lightning_ddp_hooks as ldh
