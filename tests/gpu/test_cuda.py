@@ -173,23 +173,26 @@ def test_the_peak_of_memory_is_at_most_that_of_torch_ddp() -> None:
 
 def _captured() -> tuple[str, float]:
     """Capture a whole step, then the module alone; return what the first says, and how far off the second is."""
-    device, group = on_gpu.own_device(), on_gpu.stream_ordered_group()
-    net, twin = on_gpu.layers(4, 256, device), on_gpu.layers(4, 256, device)
+    device = on_gpu.own_device()
+    net, twin, other = (on_gpu.layers(4, 256, device) for _ in range(3))
     x = torch.randn(8, 256, device=device)
+    if not on_gpu.DRY:
+        net = torch.cuda.make_graphed_callables(net, (x,))
+    group = on_gpu.stream_ordered_group()
     said = "cannot be captured into a graph"
     if not on_gpu.DRY:
-        model = ldh.DataParallel(net, process_group=group)
+        model = ldh.DataParallel(other, process_group=group)
         model(x).square().mean().backward()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                model(x).square().mean().backward()
+            # Other threads, such as NCCL's, may go on meanwhile; and a graph must hold something.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                model(x + 1).square().mean().backward()
             said = "nothing"
         except RuntimeError as error:
             said = str(error)
         torch.cuda.synchronize()
         model.detach()
-        net = torch.cuda.make_graphed_callables(on_gpu.layers(4, 256, device), (x,))
     model = ldh.DataParallel(net, process_group=group, bucket_cap_mb=0.3)
     worst = 0.0
     for step in range(4):
