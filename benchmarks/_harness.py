@@ -110,7 +110,8 @@ def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int, device: str) 
     """Call ``fn(rank, *args)`` on every rank of a fresh world; return what the ranks returned, in rank order.
 
     On the CPU the ranks talk by gloo over the loopback device and compute with one thread each; on ``"cuda"`` each has
-    a GPU and they talk by NCCL. A rank that raises ends the others, and its traceback is raised here.
+    a GPU and they talk by NCCL, or they share GPUs over gloo if there are more ranks than GPUs. A rank that raises ends
+    the others, and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as tmp:
         arguments = (Path(tmp), world_size, device, fn, args)
@@ -127,19 +128,21 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     on_gpu = device == "cuda"
+    shares_gpu = on_gpu and world_size > torch.cuda.device_count()  # NCCL takes no two ranks on one
+    own = torch.device("cuda", index % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(own)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else matrix products need not repeat bit for bit
-    elif sys.platform == "linux":
+    if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    rank = Rank(index, world_size, torch.device("cuda", index) if on_gpu else torch.device("cpu"))
+    rank = Rank(index, world_size, own)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "nccl" if on_gpu and not shares_gpu else "gloo",
         init_method=f"file://{tmp}/rendezvous",
         rank=index,
         world_size=world_size,
         timeout=timedelta(minutes=5),  # longer than a build of the native backend
-        device_id=rank.device if on_gpu else None,
+        device_id=own if on_gpu and not shares_gpu else None,
     )
     result = fn(rank, *args)
     _result_file(tmp, index).write_bytes(pickle.dumps(result))
@@ -217,7 +220,8 @@ def make_parser(description: str | None, variants: Sequence[str]) -> argparse.Ar
                         help=f"of {', '.join(VARIANTS)} (default: {' '.join(variants)})")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--world-size", type=positive_int,
-                        help="number of ranks (default: 2 on the CPU, one for each visible GPU on cuda)")  # fmt: skip
+                        help="number of ranks (default: 2 on the CPU, one for each visible GPU on cuda); more ranks "
+                             "than GPUs share them over gloo")  # fmt: skip
     parser.add_argument("--bucket-cap-mb", type=float,
                         help="bucket size of all variants (default: each one's own, 25); torch's DDP gives up its "
                              "small first bucket when this is set")  # fmt: skip
@@ -226,13 +230,13 @@ def make_parser(description: str | None, variants: Sequence[str]) -> argparse.Ar
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, with the world size filled in; end with a clear message where there are too few GPUs."""
+    """Parse the command line, with the world size filled in; end with a clear message where there is no GPU."""
     args = parser.parse_args()
     if args.device == "cuda":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        args.world_size = args.world_size or max(gpus, 1)
-        if gpus < args.world_size:
-            parser.error(f"--device cuda needs a GPU for each of {args.world_size} rank(s); visible here: {gpus}")
+        args.world_size = args.world_size or gpus
+        if not gpus:
+            parser.error("--device cuda needs a GPU; none is visible here")
     else:
         args.world_size = args.world_size or 2
     return args
@@ -257,7 +261,9 @@ def wrap_options(args: argparse.Namespace) -> dict[str, Any]:
 def describe_run(args: argparse.Namespace) -> str:
     """One line that says where the figures below it come from."""
     if args.device == "cuda":
-        where = f"{args.world_size} NCCL rank(s) on {torch.cuda.get_device_name(0)}"
+        gpus = torch.cuda.device_count()
+        ranks = f"{args.world_size} NCCL rank(s)" if args.world_size <= gpus else f"{args.world_size} gloo ranks"
+        where = f"{ranks} on {min(gpus, args.world_size)} x {torch.cuda.get_device_name(0)}"
     else:
         where = f"{args.world_size} gloo rank(s) over loopback, one thread each, {os.cpu_count()} CPU cores"
     cap = "default buckets" if args.bucket_cap_mb is None else f"buckets of {args.bucket_cap_mb:g} MB"

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one run of less than eight minutes: the tests of tests/gpu, those of tests/device that
-# can run on CUDA, then step time (eager, compiled) and memory beside torch DDP. One rank for each visible GPU.
+# can run on CUDA, then step time (eager, compiled), the hooks' time for each MB, and memory, beside torch's.
+# Ranks have a GPU each and talk by NCCL; where the name of a part says "shared", two ranks share a GPU over gloo.
 #
 #   benchmarks/gpu_check.sh               from anywhere
+#   benchmarks/gpu_check.sh --dry         all its code on the CPU and the simulated device, to see that it runs
 #   PYTHON=path/to/python benchmarks/gpu_check.sh
+#   PARTS="tests memory" benchmarks/gpu_check.sh
 #   OUT=some/folder benchmarks/gpu_check.sh    keeps what each part printed, as files
 #
 # Python is $PYTHON, else python3 if it has torch, lightning and pytest, else a virtual environment made for the run.
@@ -11,6 +14,8 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+dry=
+[[ ${1:-} == --dry ]] && dry=1
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -25,7 +30,7 @@ if ! has_packages "$python"; then
         echo "gpu_check: $PYTHON lacks one of torch, torchmetrics, lightning, pytest, pytest-timeout" >&2
         exit 2
     fi
-    if ! nvidia-smi -L >/dev/null 2>&1; then # before downloading gigabytes for nothing
+    if [[ -z $dry ]] && ! nvidia-smi -L >/dev/null 2>&1; then # before downloading gigabytes for nothing
         echo "gpu_check: no GPU here (nvidia-smi finds none); nothing was checked" >&2
         exit 2
     fi
@@ -36,7 +41,10 @@ if ! has_packages "$python"; then
     "$python" -m pip install -q '.[test]' || { echo "gpu_check: installing the package's needs failed" >&2; exit 2; }
 fi
 
-"$python" - <<'PY' || exit 2
+if [[ -n $dry ]]; then
+    echo "gpu_check: a dry run; figures mean nothing"
+else
+    "$python" - <<'PY' || exit 2
 import sys
 import torch
 
@@ -45,13 +53,22 @@ if not torch.cuda.is_available():
 names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 print(f"gpu_check: torch {torch.__version__}, CUDA {torch.version.cuda}, {names}")
 PY
+fi
 
 failed=()
+limit=470 # of all parts together
 
 # part NAME SECONDS COMMAND...: run one part within its time, keep its output, go on if it fails.
 part() {
     local name=$1 seconds=$2 start=$SECONDS
     shift 2
+    [[ -n ${PARTS:-} && " $PARTS " != *" $name "* ]] && return
+    ((seconds > limit - SECONDS)) && seconds=$((limit - SECONDS))
+    if ((seconds < 5)); then
+        echo "=== $name: no time left"
+        failed+=("$name (no time)")
+        return
+    fi
     echo "=== $name"
     timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$out/$name.txt"
     local status=${PIPESTATUS[0]}
@@ -60,11 +77,37 @@ part() {
     echo "=== $name: exit status $status after $((SECONDS - start)) s"
 }
 
-part tests 160 "$python" -m pytest tests/gpu -q -o addopts= # one process, and no need of pytest-xdist
-part device 80 env TEST_DEVICE=cuda "$python" -m pytest tests/device -q -o addopts=
-part step_time 110 "$python" benchmarks/step_time.py --device cuda --blocks 10 --output markdown
-part compiled 70 "$python" benchmarks/compiled.py --device cuda --blocks 5 --variants native-view --output markdown
-part memory 50 "$python" benchmarks/memory.py --device cuda --models transformer --output markdown
+# Warnings are shown, and fail nothing: what torch has to say on a device nobody may have seen before.
+tests=("$python" -m pytest -q -o addopts= -o filterwarnings=default -p no:cacheprovider --timeout=120 --durations=5)
+device=(--device cuda) few=() large=transformer output=(--output markdown)
+if [[ -n $dry ]]; then
+    limit=1800 # on whatever machine
+    device=(--device cpu --world-size 1) few=(--steps 1) large=mlp
+    export GPU_CHECK_DRY=1
+fi
+# Where pytest-xdist is there, tests of values share the GPU; those that look at traces and memory run alone.
+several=()
+"$python" -c 'import xdist' 2>/dev/null && several=(-n 4 --dist loadfile)
+
+part build 90 "$python" -m lightning_ddp_hooks build-native
+part tests 180 "${tests[@]}" -rA tests/gpu
+if [[ -n $dry ]]; then
+    part device 300 "${tests[@]}" tests/device/test_reducer_on_sim.py -k "queued or captured"
+else
+    part device 90 env TEST_DEVICE=cuda "${tests[@]}" "${several[@]}" tests/device
+fi
+part step_time 80 "$python" benchmarks/step_time.py "${device[@]}" "${few[@]}" --blocks "${dry:-8}" "${output[@]}" \
+    --models stress "$large" --variants native-view python-view alone
+part step_time_shared 40 "$python" benchmarks/step_time.py "${device[@]}" "${few[@]}" --world-size 2 \
+    --blocks "${dry:-5}" "${output[@]}" --models "$large" --variants native-view python-view
+part compiled 60 "$python" benchmarks/compiled.py "${device[@]}" "${few[@]}" --blocks "${dry:-5}" "${output[@]}" \
+    --models "$large" --variants native-view
+part hooks 40 "$python" benchmarks/hooks.py "${device[@]}" "${output[@]}" --rounds "${dry:-10}" --models "$large" \
+    --hooks fp16 bf16 "powersgd 1" "powersgd 4" int8 fp8 topk
+part hooks_shared 30 "$python" benchmarks/hooks.py "${device[@]}" --world-size 2 "${output[@]}" \
+    --rounds "${dry:-5}" --models mlp --hooks fp16 "powersgd 4" int8
+part memory 40 "$python" benchmarks/memory.py "${device[@]}" "${output[@]}" --repeats 1 --models "$large" \
+    --variants ddp-view python-view native-view
 
 if ((${#failed[@]})); then
     echo "gpu_check: failed: ${failed[*]}"

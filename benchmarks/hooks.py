@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 
 import lightning_ddp_hooks.hooks as ldh_hooks
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.hooks.contract import BindContext
 from lightning_ddp_hooks.hooks.registry import resolve_hook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
@@ -94,7 +95,7 @@ class Subject:
         self.names = [tuple(f"p{i}" for i in layout.indices) for layout in layouts]
         self._divisor = float(dist.get_world_size())
         group = dist.new_group()
-        self._queue = CollectiveQueue(group, at_once=device.type != "cpu")
+        self._queue = CollectiveQueue(group, at_once=comm.is_stream_ordered(group, device))
         context = BindContext(
             subgroup=self._queue.subgroup,
             control_group=dist.new_group(backend="gloo"),
@@ -219,7 +220,7 @@ def _real_gradients(rank: Rank, model_name: str) -> list[Tensor]:
 
 def _accuracy(subject: Subject, gradients: list[Tensor], figures: Figures) -> None:
     subject.fill()
-    exact = subject.result() * (subject._divisor if subject._comm.divides else 1.0)
+    exact = subject.result() * (subject._divisor if subject._queue.hook.takes_divided else 1.0)
     dist.all_reduce(exact)
     exact /= dist.get_world_size()
     with counted_bytes() as sent:

@@ -18,9 +18,9 @@ TorchGradBucket = GradBucket
 
 def group_timeout(group: ProcessGroup) -> timedelta | None:
     """Return how long a collective of the group may take, or None if its backend does not say."""
-    for device in ("cpu", "cuda"):
+    for device in group._device_types:
         try:
-            options = group._get_backend(torch.device(device)).options
+            options = group._get_backend(device).options
         except (RuntimeError, AttributeError):  # no backend for this device, or one without options
             continue
         timeout = getattr(options, "_timeout", None)

@@ -223,8 +223,8 @@ def late_gradient_text(late: Sequence[tuple[str, int]]) -> str | None:
     return (
         f"Parameters got a further gradient after their bucket had been sent: {names}. This happens with "
         "re-entrant activation checkpointing when a block is used a varying number of times: pass "
-        "`use_reentrant=False` to torch.utils.checkpoint.checkpoint. It also happens on a device when a backward is run "
-        "again after an exception has ended it: call `zero_grad()`, which sets gradients to None, before that."
+        "`use_reentrant=False` to torch.utils.checkpoint.checkpoint. It also happens on a device when a backward is "
+        "run again after an exception has ended it: call `zero_grad()`, which sets gradients to None, before that."
     )
 
 

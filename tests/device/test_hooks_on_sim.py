@@ -1,6 +1,7 @@
 """Hooks on an asynchronous device: what they give on the CPU, and a host that never waits in a steady step."""
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,10 +40,16 @@ if hasattr(torch, "float8_e4m3fn"):
     HOOKS["fp8"] = hooks.BlockQuantize(dtype="fp8", block_size=32)
 
 
-def reduced(name: str, on_device: bool) -> list[Tensor]:
+def reduced_by_all(on_device: bool) -> dict[str, list[Tensor]]:
+    device = torch.device("cpu")
+    if on_device:
+        device = sim.join_world(seed=dist.get_rank(), delayed=0.2, longest_ms=1)
+    return {name: reduced(name, device) for name in HOOKS}
+
+
+def reduced(name: str, device: torch.device) -> list[Tensor]:
     """Gradients of some steps of an untrained model."""
-    rank = dist.get_rank()
-    device = sim.join_world(seed=rank, delayed=0.2, longest_ms=1) if on_device else torch.device("cpu")
+    rank, on_device = dist.get_rank(), device.type != "cpu"
     torch.manual_seed(0)
     net = Net().to(device)
     model = ldh.DataParallel(
@@ -60,13 +67,19 @@ def reduced(name: str, on_device: bool) -> list[Tensor]:
             net.zero_grad()
             model(own).square().mean().backward()
             found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
+    model.detach()
     return [values.cpu() for values in found]
+
+
+@cache
+def ranks_with_all_hooks(on_device: bool) -> list[dict[str, list[Tensor]]]:
+    return run_ranks(reduced_by_all, on_device, timeout=100)
 
 
 @pytest.mark.parametrize("name", list(HOOKS))
 def test_a_hook_gives_what_it_gives_on_the_cpu_without_waiting(name: str) -> None:
-    there, other = run_ranks(reduced, name, True)
-    here, _ = run_ranks(reduced, name, False)
+    there, other = (found[name] for found in ranks_with_all_hooks(True))
+    here = ranks_with_all_hooks(False)[0][name]
     for step in range(STEPS):
         if name not in ("noop", "post_local_sgd"):
             assert torch.equal(there[step], other[step])

@@ -31,7 +31,6 @@ def own_device() -> torch.device:
     """Take this rank's device: ranks share one if there are more ranks than GPUs."""
     if DRY:
         return torch.device("cpu")
-    torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda", dist.get_rank() % gpus())
     torch.cuda.set_device(device)
     return device

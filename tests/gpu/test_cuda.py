@@ -1,9 +1,10 @@
 """The real device: the numbers of the CPU and of torch's DDP, and memory that is not reused too soon.
 
-Two ranks share one GPU over gloo, which moves CUDA tensors too. NCCL takes no two ranks on one GPU: with it there are as
-many ranks as GPUs.
+Two ranks share one GPU over gloo, which moves CUDA tensors too. NCCL takes no two ranks on one GPU: with it there are
+as many ranks as GPUs.
 """
 
+import gc
 from typing import Any, Literal
 
 import on_gpu
@@ -137,26 +138,25 @@ def test_memory_of_a_bucket_in_flight_is_not_reused(backend: Backend) -> None:
 
 
 def _peaks() -> dict[str, int]:
-    """Return the peak of the memory that training allocates beyond the model, for each way to reduce."""
-    device, group = on_gpu.own_device(), on_gpu.stream_ordered_group()
-    found = {}
+    """Return the peak of the memory that a model takes in training, for each way to reduce."""
+    device, group, found = on_gpu.own_device(), on_gpu.stream_ordered_group(), {}
     for way in ("ddp", *BACKENDS):
+        gc.collect()
+        start = on_gpu.restart_peak()
         net = on_gpu.layers(8, 1024, device)
+        settings: dict[str, Any] = {"process_group": group, "gradient_as_bucket_view": True}
         if way == "ddp":
-            model: nn.Module = nn.parallel.DistributedDataParallel(
-                net, process_group=group, gradient_as_bucket_view=True
-            )
+            model: nn.Module = nn.parallel.DistributedDataParallel(net, **settings)
         else:
-            model = ldh.DataParallel(net, process_group=group, reducer_backend=way)  # type: ignore[arg-type]
+            model = ldh.DataParallel(net, **settings, reducer_backend=way)  # type: ignore[arg-type]
         x = torch.randn(64, 1024, device=device)
-        before = 0
         for step in range(5):
             if step == 3:
-                before = on_gpu.restart_peak()
+                on_gpu.restart_peak()
             model.zero_grad()
             model(x).square().mean().backward()
         on_gpu.synchronize()
-        found[way] = on_gpu.peak()
+        found[way] = on_gpu.peak() - start
         del model, net, x
     return found
 
@@ -173,23 +173,26 @@ def test_the_peak_of_memory_is_at_most_that_of_torch_ddp() -> None:
 
 def _captured() -> tuple[str, float]:
     """Capture a whole step, then the module alone; return what the first says, and how far off the second is."""
-    device, group = on_gpu.own_device(), on_gpu.stream_ordered_group()
-    net, twin = on_gpu.layers(4, 256, device), on_gpu.layers(4, 256, device)
+    device = on_gpu.own_device()
+    net, twin, other = (on_gpu.layers(4, 256, device) for _ in range(3))
     x = torch.randn(8, 256, device=device)
+    if not on_gpu.DRY:
+        net = torch.cuda.make_graphed_callables(net, (x,))
+    group = on_gpu.stream_ordered_group()
     said = "cannot be captured into a graph"
     if not on_gpu.DRY:
-        model = ldh.DataParallel(net, process_group=group)
+        model = ldh.DataParallel(other, process_group=group)
         model(x).square().mean().backward()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                model(x).square().mean().backward()
+            # Other threads, such as NCCL's, may go on meanwhile; and a graph must hold something.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                model(x + 1).square().mean().backward()
             said = "nothing"
         except RuntimeError as error:
             said = str(error)
         torch.cuda.synchronize()
         model.detach()
-        net = torch.cuda.make_graphed_callables(on_gpu.layers(4, 256, device), (x,))
     model = ldh.DataParallel(net, process_group=group, bucket_cap_mb=0.3)
     worst = 0.0
     for step in range(4):
