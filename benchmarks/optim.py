@@ -243,7 +243,7 @@ def _parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, ["ddp"])
     parser.add_argument("--blocks", type=positive_int, default=8, help="blocks of each variant (default: 8)")
     parser.add_argument("--steps", type=positive_int, default=5, help="timed steps of a block (default: 5)")
-    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
                         help="only these, beside torch's (default: all)")  # fmt: skip
     parser.add_argument("--memory-worlds", type=positive_int, nargs="*", default=[1, 2, 4],
                         help="world sizes for the table of memory (default: 1 2 4)")  # fmt: skip
@@ -255,7 +255,7 @@ def main() -> int:
     """Measure and print one model after the other."""
     args = _parse_args()
     cap = {} if args.bucket_cap_mb is None else {"bucket_cap_mb": args.bucket_cap_mb}
-    variants = [name for name in VARIANTS if name in [REFERENCE, UNSHARDED_MUON, "torch ZeRO", *args.variants]]
+    variants = [name for name in VARIANTS if name in [REFERENCE, UNSHARDED_MUON, "torch ZeRO", *args.only]]
     print(describe_run(args), flush=True)
     good = True
     for name in args.models:

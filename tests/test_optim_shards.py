@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks import optim, traffic
-from lightning_ddp_hooks.optim import exchange
+from lightning_ddp_hooks import comm, optim, traffic
 
 pytestmark = pytest.mark.ranks
 
@@ -156,29 +155,14 @@ def _check_state(zero: optim.ShardedOptimizer, whole: Optimizer) -> None:
                 torch.testing.assert_close(found[key][name], value, rtol=1e-8, atol=1e-12, check_stride=False)
 
 
-def _check_half_precision_and_rows() -> None:
+def _check_half_precision() -> None:
     expected = Trained(adamw, "unsharded", dtype=torch.bfloat16)
     assert_bitwise(values(Trained(adamw, "hook", dtype=torch.bfloat16).model), values(expected.model))
-    plain = exchange._in_rows
-    calls = []
-
-    def as_on_a_device(tensor: Tensor, sizes: Any) -> bool:
-        calls.append(sizes)
-        return len(sizes) * max(sizes) <= 1.3 * sum(sizes)
-
-    exchange._in_rows = as_on_a_device  # type: ignore[assignment]
-    try:
-        for kind in (adamw, both_in_one):
-            rows, whole = Trained(kind, "hook"), Trained(kind, "unsharded")
-            assert_bitwise(values(rows.model), values(whole.model))
-    finally:
-        exchange._in_rows = plain
-    assert calls
 
 
 def _two_ranks(backend: str) -> None:
     _check(backend)
-    _check_half_precision_and_rows()
+    _check_half_precision()
 
 
 def test_ranks_send_no_more_than_in_an_all_reduce_and_share_the_state_evenly() -> None:

@@ -1,13 +1,14 @@
 """Gradients to the owners of parameters, and parameters from them: each takes half of what an all-reduce sends.
 
-On a CPU, where a further collective costs less than a copy, what is large travels as it lies in memory. On other
-devices, where it is the other way round, what belongs to one rank lies in one row, and all rows travel at once, unless
-their lengths differ much.
+On a CPU, where a further collective costs less than a copy, what is large travels as it lies in memory; but parameters
+of more than two ranks, whose broadcasts leave most links idle, do not. Those, and all on other devices, travel in rows,
+one for each rank and all at once, unless their lengths differ much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class ShardExchange:
         by_owner = [[buffer[begin:end] for owner, begin, end in ranges if owner == one] for one in range(size)]
         sizes = [sum(map(len, parts)) for parts in by_owner]
         own, before = sizes[rank], sum(sizes[:rank])
-        if _in_rows(buffer, sizes):
+        if not buffer.is_cpu and _fit_into_rows(sizes):
             yield from self._reduce_rows(by_owner, max(sizes))
             return
         sent, packed = buffer, None
@@ -98,13 +99,13 @@ class ShardExchange:
         if len({(values.dtype, values.device) for _, values in pieces}) == 1:
             by_owner = [[values for owner, values in pieces if owner == one] for one in range(size)]
             sizes = [sum(as_real(values).numel() for values in its) for its in by_owner]
-            if _in_rows(pieces[0][1], sizes):
+            if (size > 2 or not pieces[0][1].is_cpu) and _fit_into_rows(sizes):
                 yield from self._send_rows(by_owner, max(sizes))
                 return
         yield from self._send_each(pieces)
 
     def _send_each(self, pieces: Sequence[tuple[int, Tensor]]) -> Requests:
-        broadcasts: list[Request] = []
+        broadcasts: list[list[Request]] = [[] for _ in range(self._shards.world_size)]
         borrowed: list[Tensor] = []
         received: list[tuple[list[Tensor], list[Tensor]]] = []
         small: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
@@ -112,7 +113,7 @@ class ShardExchange:
             for owner, values in pieces:
                 tensor = as_real(values)
                 if tensor.numel() >= _DIRECT_NUMEL and tensor.is_contiguous() and not is_lazy(values):
-                    broadcasts.append(requests.Broadcast(tensor, owner))
+                    broadcasts[owner].append(requests.Broadcast(tensor, owner))
                 else:
                     small.setdefault((owner, tensor.dtype, tensor.device), []).append(values)
             for (owner, dtype, device), its_values in small.items():
@@ -125,9 +126,11 @@ class ShardExchange:
                     _compat.foreach_copy_(parts, tensors)
                 else:
                     received.append((its_values, parts))
-                broadcasts.append(requests.Broadcast(flat, owner))
-        if broadcasts:
-            yield requests.Together(broadcasts, purpose="parameters")
+                broadcasts[owner].append(requests.Broadcast(flat, owner))
+        # In turns, since few are under way at a time: links work in both directions.
+        in_turns = [request for turn in zip_longest(*broadcasts) for request in turn if request is not None]
+        if in_turns:
+            yield requests.Together(in_turns, purpose="parameters")
         for its_values, parts in received:
             write_real(its_values, parts)
         for memory in borrowed:
@@ -169,8 +172,8 @@ def _values(param: Tensor, piece: Piece) -> Tensor:
     return param if piece.stop - piece.start == param.numel() else in_memory_order(param)[piece.start : piece.stop]
 
 
-def _in_rows(tensor: Tensor, sizes: Sequence[int]) -> bool:
-    return not tensor.is_cpu and len(sizes) * max(sizes) <= _MOST_PADDING * sum(sizes)
+def _fit_into_rows(sizes: Sequence[int]) -> bool:
+    return len(sizes) * max(sizes) <= _MOST_PADDING * sum(sizes)
 
 
 def _copy(parts: Sequence[Tensor], *, into: Tensor | None = None, out_of: Tensor | None = None) -> None:
