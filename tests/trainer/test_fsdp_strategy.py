@@ -23,7 +23,11 @@ from lightning_ddp_hooks import DDPHooksStrategy, FSDPHooksStrategy
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.hooks import BlockQuantize, PowerSGD
 
-pytestmark = [pytest.mark.ranks, pytest.mark.trainer]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used:UserWarning"),
+]
 
 MEAN = PeriodicModelAverager(period=2, warmup_steps=99)
 WITHIN, ACROSS = "data_parallel", ("replicate", "data_parallel")
