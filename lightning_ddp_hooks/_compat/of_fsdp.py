@@ -159,14 +159,14 @@ def local_tensor(value: object) -> object:
 
 def save_sharded(state: dict[str, Any], path: str) -> None:
     """Write a distributed checkpoint; collective."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    checkpoint.save(state, checkpoint_id=path)
+    save(state, checkpoint_id=path)
 
 
 def saved_tensors(path: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of the tensors in a distributed checkpoint."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -179,9 +179,9 @@ def saved_tensors(path: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def load_sharded(state: dict[str, Any], path: str) -> None:
     """Read tensors of a distributed checkpoint into those of ``state``; collective."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    checkpoint.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
 
 
 def device_mesh(device_type: str, sizes: dict[str, int]) -> Any:

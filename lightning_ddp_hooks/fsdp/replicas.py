@@ -74,7 +74,7 @@ class ReplicaReduction:
 
     def _reduce(self, bucket: _GroupBucket, output: Tensor) -> None:
         if output.device.type != "cpu":  # allocated on the stream of the reduce-scatter
-            output.record_stream(torch.accelerator.current_stream(output.device))  # type: ignore[arg-type]
+            output.record_stream(torch.accelerator.current_stream(output.device))
         if not bucket.add(output):
             return
         size = comm.world_size(self._group)

@@ -2,9 +2,10 @@
 
 What they keep is nested, and holds tensors for this rank's shards. In a checkpoint it is flat:
 
-    "shard/hook/error/layers.0.weight"     a DTensor, sharded as the parameter is: another mesh reads its part of it
-    "padded/..."                           the same of a flat tensor with the padding of a bucket, left out here
-    "rest/1 of 2"                          all else of shard 1, as bytes; read if there are as many shards
+    "shard/averager/outer/layers.0.weight"   a DTensor, sharded as the parameter is: another mesh reads its part of it
+    "flat/averager/hook/..."                 the same of a tensor that is flat here
+    "padded/hook/error/..."                  the same of one with the padding of a bucket, which is left out
+    "rest/1 of 2"                            all else of shard 1, as bytes; read if there are as many shards
 
 Of another number of shards only plain values of the rest are taken up, with scalars; factors of PowerSGD, which belong
 to a shard as a whole, begin anew.
@@ -38,14 +39,18 @@ def sharded_state(state: Any, params: Sequence[ShardedParam], rank: int, size: i
         if param is None or _SEPARATOR.join(path).split(_SEPARATOR) != list(path):
             return value
         local = param.local()
-        if value.shape == local.shape:
-            found[_key("shard", path)] = param.with_local(value.contiguous())
-            return None
-        if value.dim() == 1 and value.numel() == param.padded_shape.numel():
+        if path[0] == "hook":  # of shards that are filled up, alike on all ranks
+            if value.dim() != 1 or value.numel() != param.padded_shape.numel():
+                return value
             part = value.view(param.padded_shape).narrow(param.dim, 0, _length(param, local))
             found[_key("padded", path)] = param.with_local(part.contiguous().view(local.shape))
-            return None
-        return value
+        elif value.shape == local.shape:
+            found[_key("shard", path)] = param.with_local(value.contiguous())
+        elif value.dim() == 1 and value.numel() == local.numel():
+            found[_key("flat", path)] = param.with_local(value.contiguous().view(local.shape))
+        else:
+            return value
+        return None
 
     rest = _walk(state, (), take)
     stream = io.BytesIO()
@@ -70,7 +75,7 @@ def read_state(path: str, entry: str, params: Sequence[ShardedParam], rank: int,
     wanted: dict[str, Any] = {}
     for name, (shape, dtype) in saved.items():
         kind, *parts = name.split(_SEPARATOR)
-        if kind in ("shard", "padded"):
+        if kind in ("shard", "flat", "padded"):
             param = _param_of(tuple(parts), by_name)
             if param is None or param.param.shape != shape:
                 raise ValueError(
@@ -90,7 +95,8 @@ def read_state(path: str, entry: str, params: Sequence[ShardedParam], rank: int,
         param = by_name[next(part for part in reversed(parts) if part in by_name)]
         local = of_fsdp.local_tensor(value)
         assert isinstance(local, Tensor)
-        _put(state, parts, local if kind == "shard" else _padded(param, local))
+        values = _padded(param, local) if kind == "padded" else local.reshape(-1) if kind == "flat" else local
+        _put(state, parts, values)
     require_sound(state, entry)
     return dict(state)
 

@@ -144,11 +144,6 @@ class FSDPHooksStrategy(ModelParallelStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if not fits or (self._replicas == 1 and settings.hook is None):
             return
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                'precision="16-mixed" scales the loss, which hooks and averagers on sharded models do not follow: use '
-                '"bf16-mixed" or "bf16-true".'
-            )
         from lightning_ddp_hooks.fsdp.hooks import apply, has_replicas
 
         assert self.model is not None

@@ -23,13 +23,28 @@ from lightning_ddp_hooks import DDPHooksStrategy, FSDPHooksStrategy
 from lightning_ddp_hooks.averaging import DiLoCo, PeriodicModelAverager
 from lightning_ddp_hooks.hooks import BlockQuantize, PowerSGD
 
-pytestmark = [pytest.mark.ranks, pytest.mark.trainer]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.trainer,
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used:UserWarning"),
+]
 
 MEAN = PeriodicModelAverager(period=2, warmup_steps=99)
 WITHIN, ACROSS = "data_parallel", ("replicate", "data_parallel")
 
 
-class ShardedNet(Net):
+class Double(Net):
+    """In float64, since Lightning does not offer that precision for sharded models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss([tensor.double() for tensor in batch])
+
+
+class ShardedNet(Double):
     mesh_dims: str | tuple[str, ...] = WITHIN
 
     def configure_model(self) -> None:
@@ -63,10 +78,10 @@ def _fit(
 ) -> tuple[State, Trainer]:
     torch.manual_seed(0)
     sharded = isinstance(strategy, ModelParallelStrategy)
-    module = TensorParallelNet() if parallel else ShardedNet() if sharded else Net()
+    module = TensorParallelNet() if parallel else ShardedNet() if sharded else Double()
     if across:
         module.mesh_dims = ACROSS
-    options = {**QUIET, "devices": 4, "precision": "64-true", **options}
+    options = {**QUIET, "devices": 4, **options}
     trainer = Trainer(strategy=strategy, **options)
     trainer.fit(module, ckpt_path=ckpt, **(SAFELY if ckpt else {}))
     return whole_state(module), trainer
