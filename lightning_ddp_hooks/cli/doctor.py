@@ -165,7 +165,7 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device, checkpoints: P
         names = dict.fromkeys(hosts)
         everyone = comm.all_gather_object({**versions(), "native": str(build.is_built())}, control)
         facts = dict(zip(hosts, comm.all_gather_object(_host_facts(checkpoints), control), strict=True))
-        offsets = dict(zip(hosts, _clock_offsets(control), strict=True))
+        offsets = dict(reversed(list(zip(hosts, _clock_offsets(control), strict=True))))  # of each host's first rank
         findings = [
             Finding("ok", "ranks", f"{len(hosts)} on {len(names)} host(s): {', '.join(names)}"),
             _same_versions(everyone),

@@ -12,8 +12,10 @@ from torch import nn
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.monitor.clock import DeviceClock
-from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
+from lightning_ddp_hooks.monitor.quality_meter import QualityMeter
+from lightning_ddp_hooks.monitor.recorder import Recorder
 from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
+from lightning_ddp_hooks.reducer.stream import start_read
 from lightning_ddp_hooks.traffic import ByteCounter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
@@ -28,7 +30,7 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
     model = ldh.DataParallel(net, group, bucket_cap_mb=16, comm_hook=hook)
     traffic = ByteCounter()
     comm.count_bytes(traffic)
-    error = CompressionError(dist.new_group(backend="nccl"), 1) if compare else None
+    error = QualityMeter(dist.new_group(backend="nccl"), 1, start_read) if compare else None
     recorder = Recorder(DeviceClock(torch.device("cuda", 0), queues_waits=True), traffic, error)
     model.reducer.observer = recorder
     x = torch.randn(4096, 2048, device="cuda")
