@@ -72,6 +72,27 @@ def join_world(device: torch.device) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return a store that the ranks share which torchrun has started, this one's number, and how many they are."""
+    shared, this_rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    return _compat.PrefixStore("ldh-meeting", shared), this_rank, size
+
+
+def open_port() -> tuple[object, int]:
+    """Listen on a port that the system chooses, for as long as the first of what is returned is kept."""
+    listening = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return listening, int(listening.port)
+
+
+def reaches_port(host: str, port: int, timeout: timedelta) -> bool:
+    """Tell whether this process can connect to what `open_port` of another one listens on."""
+    try:
+        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def join_attempt(name: str, backend: str, timeout: timedelta | None, device: torch.device | None) -> None:
     """Make the default group of ranks that torchrun has started again, with names of its own in torchrun's store."""
     timeout = timeout or DEFAULT_TIMEOUT

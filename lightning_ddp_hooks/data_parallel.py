@@ -63,8 +63,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: learn in the first backward which parameters are used, and rely on it.
         broadcast_buffers: send rank 0's buffers to all ranks at construction and before forwards, evaluations too.
         reducer_backend: ``"auto"``, ``"native"`` or ``"python"``.
-        failure_timeout: seconds, or None for no failure reports. A rank that waits in a backward for one that has failed,
-            died or been silent for so long ends with an error naming it.
+        failure_timeout: seconds, or None for no failure reports. A rank that waits in a backward for one that has
+            failed, died or been silent for so long ends with an error naming it.
         stall_timeout: seconds that a rank may do something else while all others wait for its gradients, before all
             end and tell the line of its code; by default 20 minutes, or ``failure_timeout`` if that is longer.
         init_sync: send rank 0's parameters and buffers to all at construction; without it the caller has made them

@@ -9,14 +9,19 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 
 import ddp_hooks_command
 import lightning_ddp_hooks
+from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.__main__ import _parser, main
+from lightning_ddp_hooks.cli import doctor
 
 MODULES = """
 import logging
@@ -290,11 +295,14 @@ def _on_rank(*words: str) -> tuple[str, list[str]]:
 def test_bench_measures_on_the_ranks_of_torchrun() -> None:
     words = ["--model", "asked_about.Module", "--batch", "asked_about.batch", "--steps", "2", "--device", "cpu"]
     hooks = ["allreduce", "int8", "periodic-8"]
-    arguments = ["bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json"]
+    arguments = ["bench", *words, "--rounds", "1", "--hooks", *hooks, "--json", "figures.json", "--yaml", "best.yaml"]
     (first, logged), (second, _) = run_ranks(_on_rank, *arguments)
     assert "2 ranks" in first
     assert "Fastest for this module on this network: " in first
-    assert "class_path: lightning_ddp_hooks.DDPHooksStrategy" in first
+    assert "Your step, your model, this network: asked_about.Module, 2 ranks over gloo, " in first
+    best = Path("best.yaml").read_text()
+    assert best in first
+    assert best.startswith("trainer:\n  strategy:\n    class_path: lightning_ddp_hooks.DDPHooksStrategy")
     assert not second
     # Of each fit nothing but warnings, so that the table is not buried.
     assert logged == [*["a warning of the module"] * len(hooks), "again as before"]
@@ -311,9 +319,30 @@ def test_doctor_examines_this_machine_and_its_ranks() -> None:
     assert "FAIL" not in text
     for expected in ("versions python", "messages each rank reaches each other one (gloo)", "ranks 2 on 1 host(s)"):
         assert any(subject.startswith(expected) for subject in subjects), text
-    assert "clocks" in text
-    assert "GB of shared memory free" in text
+    (host,) = (line for line in text.splitlines() if line.split()[1:2] == ["host"])
+    for expected in ("native reducer", "shm backend", "GB of shared memory free", "GB of disk for checkpoints",
+                     "clock +0.0 ms from rank 0's", "ports reached"):  # fmt: skip
+        assert expected in host
     assert "bit/s, " in text
+
+
+def test_doctor_names_hosts_that_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stand for ranks; one's host has a name that leads nowhere."""
+    store, hosts, found = dist.HashStore(), ["localhost", "nowhere.invalid"], [[], []]  # type: ignore[var-annotated]
+    monkeypatch.setattr(comm, "meet", lambda timeout: (store, int(threading.current_thread().name), 2))
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: hosts[int(threading.current_thread().name)])
+    monkeypatch.setattr(doctor, "_CONNECTS", timedelta(seconds=1))
+    threads = [
+        threading.Thread(target=lambda n=n: found[n].extend(doctor._unreachable()), name=str(n)) for n in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found[0] == found[1]
+    ((verdict, subject, text),) = found[0]
+    assert (verdict, subject) == ("FAIL", "ports")
+    assert text.startswith("localhost cannot connect to nowhere.invalid: let all ports through")
 
 
 def test_the_console_command_helps_without_torch() -> None:

@@ -10,8 +10,10 @@ from ranks import run_ranks
 
 from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.monitor.clock import Clock
-from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
+from lightning_ddp_hooks.monitor.quality_meter import QualityMeter
+from lightning_ddp_hooks.monitor.recorder import Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
+from lightning_ddp_hooks.reducer.stream import start_read
 from lightning_ddp_hooks.traffic import ByteCounter
 
 
@@ -309,7 +311,7 @@ def _compare(dtype: torch.dtype) -> list[float | None]:
     group = comm.resolve_group(None)
     counted = ByteCounter()
     traffic.count_bytes(counted)
-    recorder = Recorder(Clock(), counted, CompressionError(group, 2))
+    recorder = Recorder(Clock(), counted, QualityMeter(group, 2, start_read))
     errors: list[float | None] = []
     for number, (factor, size) in enumerate([(2.0, 1.0), (2.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.0)]):
         bucket = FakeBucket(0)

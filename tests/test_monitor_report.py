@@ -70,9 +70,10 @@ def test_a_trace_has_a_lane_for_compute_and_one_for_each_bucket() -> None:
     events = trace["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert trace["otherData"] == {"model": "Net"}
-    assert {event["pid"] for event in events} == {0, 1, 2, 3}
-    events = [event for event in events if event["pid"] == 3]
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {event["pid"] for event in events} == {1, 2, 3, 4}  # to Perfetto 0 is the idle process
+    assert len({(event["pid"], event["tid"]) for event in events}) == len({event["tid"] for event in events}) == 7
+    events = [event for event in events if event["pid"] == 4]
+    names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
     assert names == {"rank 3", "compute", "bucket 0", "bucket 1", "bucket 2"}
     [bucket] = [e for e in spans if e["name"] == "bucket 2" and e["ts"] < 1e5]
     assert (bucket["ts"], bucket["dur"]) == (72_000.0, 20_000.0)  # launched at 72 ms, done at 92
@@ -86,7 +87,7 @@ def test_ranks_lie_on_one_axis_though_their_clocks_differ() -> None:
     steps = sample_steps(3)
     late = [_shifted(step, 5000.0) for step in steps]
     spans = [event for event in build_trace([steps, late])["traceEvents"] if event["ph"] == "X"]
-    first, second = ([(e["name"], round(e["ts"])) for e in spans if e["pid"] == rank] for rank in (0, 1))
+    first, second = ([(e["name"], round(e["ts"])) for e in spans if e["pid"] == rank + 1] for rank in (0, 1))
     assert first == second
     assert min(ts for _, ts in first) == 0
     assert clock_offset(late, steps) == pytest.approx(5000.0)
@@ -100,16 +101,19 @@ def _shifted(step: StepTiming, by: float) -> StepTiming:
 
 
 def test_spans_of_a_lane_nest() -> None:
-    steps = [*sample_steps(3), replace(sample_steps(4)[3], hook_work=((0.681, 0.685), (0.69, 0.7)))]
+    """To the last digit: Perfetto drops what overlaps."""
+    steps = [_shifted(step, 1 / 3) for step in sample_steps(60)]
+    steps[3] = replace(steps[3], hook_work=((0.681 + 1 / 3, 0.685 + 1 / 3), (0.69 + 1 / 3, 0.7 + 1 / 3)))
+    steps[5] = replace(steps[5], between=(0.01 / 3, 0.02 / 3, 0.03 / 3))
     spans = [e for e in build_trace([steps])["traceEvents"] if e["ph"] == "X"]
     for lane in {span["tid"] for span in spans}:
-        stack: list[float] = []
+        stack: list[int] = []
         ordered = sorted((s for s in spans if s["tid"] == lane), key=lambda s: (s["ts"], -s["dur"]))
         for span in ordered:
             end = span["ts"] + span["dur"]
-            while stack and stack[-1] <= span["ts"] + 1e-3:
+            while stack and stack[-1] <= span["ts"]:
                 stack.pop()
-            assert not stack or end <= stack[-1] + 1e-3, span
+            assert not stack or end <= stack[-1], span
             stack.append(end)
 
 
@@ -122,7 +126,7 @@ def test_an_error_that_is_not_finite_is_null_in_a_trace() -> None:
 
 
 def test_a_trace_of_nothing() -> None:
-    assert [event["ph"] for event in build_trace([[]])["traceEvents"]] == ["M", "M"]
+    assert {event["ph"] for event in build_trace([[]])["traceEvents"]} == {"M"}
 
 
 # ---------------------------------------------------------------------- words

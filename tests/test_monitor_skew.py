@@ -8,8 +8,18 @@ from monitor_fakes import sample_record
 
 from lightning_ddp_hooks.monitor.record import Summary
 from lightning_ddp_hooks.monitor.report import build_report
-from lightning_ddp_hooks.monitor.report_text import advice, headline
-from lightning_ddp_hooks.monitor.skew import PHASES, RankStep, StepTable, metrics, pack, slow_rank, split, unpack
+from lightning_ddp_hooks.monitor.report_text import advice, headline, slow_rank_advice, who_is_slow
+from lightning_ddp_hooks.monitor.skew import (
+    PHASES,
+    RankStep,
+    SlowRank,
+    StepTable,
+    metrics,
+    pack,
+    slow_rank,
+    split,
+    unpack,
+)
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
 
 
@@ -158,14 +168,16 @@ def test_a_step_is_compared_once_all_ranks_have_sent_it() -> None:
 
 
 def record_of(late: float, transfer: float, *, hosts: Sequence[str] = ("a", "a")) -> tuple[str, str, str]:
-    """Return headline, advice and page for steps in which rank 1 is late with its second bucket."""
+    """Return who is slow, advice and page for steps in which rank 1 is late with its second bucket."""
     played = [play([[20, 80], [20, 80 + late]], [1, transfer], [0, 500], number=n) for n in range(20)]
     record = sample_record([of_rank[0] for of_rank in played])
     record.hosts = hosts
     record.compared.clear()
     record.compared.extend(map(of_ranks, played))
     summary = Summary.of(list(record.steps), 2)
-    return headline(record, summary), advice(record, summary), build_report(record)
+    waits_for_others = "Ranks wait for each other" in headline(record, summary)
+    assert waits_for_others == (late > transfer)
+    return who_is_slow(record), advice(record, summary), build_report(record)
 
 
 def test_a_hook_is_advised_for_transfer_and_nothing_else() -> None:
@@ -175,10 +187,14 @@ def test_a_hook_is_advised_for_transfer_and_nothing_else() -> None:
     assert "No communication hook and no bucket size changes that." in advised
     assert "sends less" not in advised
     assert "shorter" not in advised
-    assert said.split("`")[0] in page
+    first_screen = page[: page.index("<section")]
+    assert said.split("`")[0] in first_screen
+    assert advised.split(" (")[0] in first_screen
+    assert "What am I waiting for?" in first_screen
+    assert "<table" not in first_screen
 
     said, advised, _ = record_of(late=0, transfer=50)
-    assert "holds" not in said
+    assert said.startswith("None: no rank waits")
     assert "a hook that sends less" in advised
 
 
@@ -190,6 +206,12 @@ def test_where_both_are_long_the_larger_part_comes_first() -> None:
 
 def test_a_slow_ranks_host_is_named_where_there_are_several() -> None:
     assert record_of(late=50, transfer=2, hosts=["here", "there"])[0].startswith("Rank 1 (there) holds")
+
+
+def test_a_rank_that_is_slow_in_the_hook_is_not_told_that_hooks_do_not_matter() -> None:
+    said = slow_rank_advice(SlowRank(1, 0.02, 0.2, "hook", None, {}))
+    assert "a hook that computes less" in said
+    assert "No communication hook" not in said
 
 
 def test_without_a_comparison_there_is_no_advice() -> None:

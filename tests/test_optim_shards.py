@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks import comm, optim, traffic
+from lightning_ddp_hooks import optim, traffic
 
 pytestmark = pytest.mark.ranks
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ from typing_extensions import override
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.advisor.advice import align, ms_text
+from lightning_ddp_hooks.advisor.link_model import bandwidth_text
 from lightning_ddp_hooks.cli import common
 from lightning_ddp_hooks.cli import target as target_options
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
 from lightning_ddp_hooks.cli.compute import StepCallback, train
+from lightning_ddp_hooks.cli.network import measure_link
 from lightning_ddp_hooks.cli.target import Target
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.reducer.config import DEFAULT_CAP_MB
 
 DESCRIPTION = """\
-Measure a training step of your LightningModule with each communication hook.
+Measure a training step of your LightningModule with each of several communication hooks, in one run.
 
 On several processes of this machine, over loopback, which tells what the hooks themselves cost:
 
@@ -38,6 +41,7 @@ Started with torchrun on the hosts, over their network, which tells which one to
 """
 
 _WARM_STEPS = 5
+_TOO_LITTLE = 0.03  # less gain than this is no reason to change the maths
 
 
 def add_parser(commands: Any) -> None:
@@ -51,6 +55,8 @@ def add_parser(commands: Any) -> None:
                        help="of all hooks (default: 25)")  # fmt: skip
     group.add_argument("--rounds", type=common.positive_int, default=2, metavar="N",
                        help="how often each hook has its turn; the best one counts (default: 2)")  # fmt: skip
+    group.add_argument("--yaml", type=Path, metavar="FILE",
+                       help="also write the best hook there, as a part of a LightningCLI's configuration")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,12 +66,14 @@ def run(args: argparse.Namespace) -> int:
         return common.start_processes(args.processes or 2)
     device = common.device_of(args)
     with common.world(device, args.processes) as group, _warnings_only():
+        link = measure_link(group, device)
         seconds: dict[str, list[float]] = {name: [] for name in args.hooks}
         for turn in range(args.rounds):  # there and back, so that a drift of the machine meets all alike
             for name in args.hooks if turn % 2 == 0 else reversed(args.hooks):
                 seconds[name].append(_time_steps(target, name, args, device, group))
         if comm.rank(group) == 0:
-            _show(seconds, args, comm.world_size(group))
+            where = f"{comm.world_size(group)} ranks over {comm.backend_name(group)}, {bandwidth_text(link.bandwidth)}"
+            _show(seconds, args, f"{target.name}, {where}", comm.world_size(group))
     return 0
 
 
@@ -128,20 +136,27 @@ def _time_steps(
     return timer.seconds
 
 
-def _show(seconds: dict[str, list[float]], args: argparse.Namespace, world_size: int) -> None:
-    best = {name: min(times) for name, times in seconds.items()}
-    plain = best.get("allreduce")
+def _show(seconds: dict[str, list[float]], args: argparse.Namespace, what: str, world_size: int) -> None:
+    fastest = {name: min(times) for name, times in seconds.items()}
+    plain = fastest.get("allreduce")
     rows = [("hook", "step ms", "of mean", "rounds ms", "what it changes")]
-    for name in sorted(best, key=lambda name: best[name]):
-        ratio = "" if plain is None else f"{best[name] / plain:.2f}"
+    for name in sorted(fastest, key=lambda name: fastest[name]):
+        ratio = "" if plain is None else f"{fastest[name] / plain:.2f}"
         rounds = " ".join(ms_text(value) for value in seconds[name])
-        rows.append((name, ms_text(best[name]), ratio, rounds, CANDIDATES[name].effect))
-    what = f"{world_size} ranks, buckets of {args.bucket_cap_mb:g} MB, {args.steps} steps"
-    print(f"{what}, {args.rounds} round(s) of which the best one counts\n")
+        rows.append((name, ms_text(fastest[name]), ratio, rounds, CANDIDATES[name].effect))
+    caps = args.bucket_cap_mb
+    print(f"Your step, your model, this network: {what}, buckets of {caps:g} MB")
+    print(f"{args.steps} steps, {args.rounds} round(s) of which the best one counts\n")
     print(align(rows, right=(1, 2)))
-    fastest, caps = min(best, key=best.__getitem__), args.bucket_cap_mb
-    print(f"\nFastest for this module on this network: {fastest}. It changes {CANDIDATES[fastest].effect}.\n")
-    averages = CANDIDATES[fastest].averager is not None
-    print(CANDIDATES[fastest].yaml(None if averages or caps == DEFAULT_CAP_MB else caps), flush=True)
+    best = min(fastest, key=fastest.__getitem__)
+    print(f"\nFastest for this module on this network: {best}. It changes {CANDIDATES[best].effect}.")
+    if plain is not None and best != "allreduce" and fastest[best] > (1 - _TOO_LITTLE) * plain:
+        print(f"That is less than {_TOO_LITTLE:.0%} faster than the plain mean, which changes nothing: take that.")
+        best = "allreduce"
+    averages = CANDIDATES[best].averager is not None
+    yaml = CANDIDATES[best].yaml(None if averages or caps == DEFAULT_CAP_MB else caps)
+    print(f"\n{yaml}", flush=True)
+    if args.yaml is not None:
+        args.yaml.write_text(f"{yaml}\n", encoding="utf-8")
     if args.json is not None:
         args.json.write_text(json.dumps({"world_size": world_size, "seconds": seconds}, indent=1))

@@ -1,14 +1,16 @@
-"""``doctor``: does this environment train as it should? Versions, backends, ranks, link, clocks, native build."""
+"""``doctor``: does this environment train as it should? Versions, backends, and what each host can do."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,11 +20,13 @@ from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.advisor.link_model import bandwidth_text
 from lightning_ddp_hooks.cli import common
 from lightning_ddp_hooks.cli.network import measure_link
+from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.reducer.backend import BUILD_COMMAND
 from lightning_ddp_hooks.reducer.native import build
 
 DESCRIPTION = """\
-Check an environment: versions, backends, whether ranks reach each other, their link, clocks, and the native build.
+Check an environment: versions, backends, whether ranks reach each other, their link; and for each host the native
+build, shared memory, ports, clock, and disk for checkpoints.
 
   python -m lightning_ddp_hooks doctor                  # this machine, with two processes on it
   torchrun --nnodes 4 ... -m lightning_ddp_hooks doctor # the hosts of a run, and the network between them
@@ -31,6 +35,7 @@ The exit status is 1 if something fails, and 0 if there are only warnings.
 """
 
 _LITTLE_SPACE = 1e9  # bytes
+_MEETING, _CONNECTS = timedelta(seconds=60), timedelta(seconds=5)
 _WITHDRAWN = ("2.6.2", "2.6.3")
 _SHOWN_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS")
 
@@ -50,6 +55,8 @@ def add_parser(commands: Any) -> None:
     common.add_processes_argument(parser)
     parser.add_argument("--device", choices=["cpu", "cuda"],
                         help="whose ranks are checked (default: cuda if there is one)")  # fmt: skip
+    parser.add_argument("--checkpoints", type=Path, default=Path(), metavar="DIR",
+                        help="where checkpoints will be written (default: the working directory)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +66,12 @@ def run(args: argparse.Namespace) -> int:
         _show(local_findings())
         print("\nRanks, with processes of this machine:", flush=True)
         return common.start_processes(args.processes or 2)
+    if not comm.is_initialized() and args.processes is None and (unreachable := _unreachable()):
+        if os.environ.get("RANK") == "0":
+            _show(unreachable)
+        return 1
     with common.world(device, args.processes) as group:
-        findings = rank_findings(group, device)
+        findings = rank_findings(group, device, args.checkpoints)
         if comm.rank(group) == 0:
             if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
                 _show(local_findings())
@@ -125,20 +136,41 @@ def _native_finding() -> Finding:
     return Finding("ok", "native reducer", str(build.library_path()))
 
 
-def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Finding]:
+def _unreachable() -> list[Finding]:
+    """Find the hosts that others cannot connect to, before the ranks join, which would only fail; on all ranks."""
+    store, rank, size = comm.meet(_MEETING)
+    listening, port = comm.open_port()
+    host = socket.gethostname()
+    store.set(f"port/{rank}", json.dumps([host, port]))
+    ports: list[tuple[str, int]] = [json.loads(data) for data in store.multi_get([f"port/{n}" for n in range(size)])]
+    others = {name: number for name, number in ports if name != host}  # any rank stands for its host
+    failed = [name for name, number in others.items() if not comm.reaches_port(name, number, _CONNECTS)]
+    store.set(f"failed/{rank}", json.dumps(failed))
+    # Nobody closes a port before all have tried.
+    everyone = [json.loads(data) for data in store.multi_get([f"failed/{n}" for n in range(size)])]
+    del listening
+    pairs = dict.fromkeys((ports[n][0], name) for n, names in enumerate(everyone) for name in names)
+    text = (
+        "{0} cannot connect to {1}: let all ports through between hosts, since gloo and NCCL choose theirs, and see "
+        "that names lead to addresses that others reach (or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME)"
+    )
+    return [Finding("FAIL", "ports", text.format(*pair)) for pair in pairs]
+
+
+def rank_findings(group: comm.ProcessGroup, device: torch.device, checkpoints: Path = Path()) -> list[Finding]:
     """Check what takes all ranks; collective, and rank 0's list is the one to show."""
     control = comm.new_group(group, cpu=True)
     try:
         hosts = comm.all_gather_object(socket.gethostname(), control)
         names = dict.fromkeys(hosts)
         everyone = comm.all_gather_object({**versions(), "native": str(build.is_built())}, control)
-        facts = dict(zip(hosts, comm.all_gather_object(_host_facts(), control), strict=True))
+        facts = dict(zip(hosts, comm.all_gather_object(_host_facts(checkpoints), control), strict=True))
+        offsets = dict(reversed(list(zip(hosts, _clock_offsets(control), strict=True))))  # of each host's first rank
         findings = [
             Finding("ok", "ranks", f"{len(hosts)} on {len(names)} host(s): {', '.join(names)}"),
             _same_versions(everyone),
             _every_pair(group, device, control),
-            _clocks(control),
-            *(_host_finding(host, *found) for host, found in facts.items()),
+            *(_host_finding(host, offsets[host], found) for host, found in facts.items()),
         ]
     finally:
         comm.destroy_group(control)
@@ -149,21 +181,35 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device) -> list[Findin
     return [*findings, Finding("warn" if slow else "ok", "link", f"{speed}{hint}")]
 
 
-def _host_facts() -> tuple[bool, int, int]:
-    """Return what a host has: the native build, and free bytes of shared memory and of the working directory's disk."""
+class _HostFacts(NamedTuple):
+    """What a host has."""
+
+    native: bool
+    why_not_shm: str | None
+    shared: int  # free bytes of shared memory
+    disk: int  # free bytes where checkpoints go; -1 where nothing can be written
+
+
+def _host_facts(checkpoints: Path) -> _HostFacts:
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    return build.is_built(), shared, shutil.disk_usage(Path.cwd()).free
+    folder = next(path for path in (checkpoints.absolute(), *checkpoints.absolute().parents) if path.is_dir())
+    disk = shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else -1
+    return _HostFacts(build.is_built(), shm_backend.why_not(), shared, disk)
 
 
-def _host_finding(host: str, native: bool, shared: int, disk: int) -> Finding:
+def _host_finding(host: str, offset: float, facts: _HostFacts) -> Finding:
     parts = [
-        "native reducer" if native else "no native reducer",
-        f"{shared / 1e9:.1f} GB of shared memory free",
-        f"{disk / 1e9:.1f} GB of disk free in the working directory",
+        "native reducer" if facts.native else "no native reducer",
+        "shm backend" if facts.why_not_shm is None else f"no shm backend ({facts.why_not_shm})",
+        f"{facts.shared / 1e9:.1f} GB of shared memory free",
+        "no checkpoints can be written" if facts.disk < 0 else f"{facts.disk / 1e9:.1f} GB of disk for checkpoints",
+        f"clock {1e3 * offset:+.1f} ms from rank 0's" + ("; logs will not line up, use NTP" if abs(offset) > 1 else ""),
+        "ports reached by the others",  # else the ranks would not have come so far
     ]
     # Workers of data loaders pass batches through shared memory; a checkpoint needs room twice while it is written.
-    enough = shared >= _LITTLE_SPACE and disk >= _LITTLE_SPACE
-    return Finding("ok" if enough else "warn", f"host {host}", ", ".join(parts))
+    enough = min(facts.shared, facts.disk) >= _LITTLE_SPACE and abs(offset) <= 1
+    verdict: Literal["ok", "warn", "FAIL"] = "FAIL" if facts.disk < 0 else "ok" if enough else "warn"
+    return Finding(verdict, f"host {host}", ", ".join(parts))
 
 
 def _same_versions(everyone: list[dict[str, str]]) -> Finding:
@@ -188,14 +234,11 @@ def _every_pair(group: comm.ProcessGroup, device: torch.device, control: comm.Pr
     return Finding("ok", "messages", f"each rank reaches each other one ({comm.backend_name(group)})")
 
 
-def _clocks(control: comm.ProcessGroup, rounds: int = 8) -> Finding:
-    """Compare clocks right after a barrier; the smallest spread of several rounds counts."""
-    spreads = []
+def _clock_offsets(control: comm.ProcessGroup, rounds: int = 8) -> list[float]:
+    """Return by how many seconds each rank's clock is ahead of the first one's; right to the time of a barrier."""
+    found = []
     for _ in range(rounds):
         comm.barrier(control)
         times = comm.all_gather_object(time.time(), control)
-        spreads.append(max(times) - min(times))
-    text = f"at most {1e3 * min(spreads):.1f} ms apart (the time of a barrier included)"
-    if min(spreads) > 1:
-        return Finding("warn", "clocks", f"{text}: logs and traces of different hosts will not line up; use NTP")
-    return Finding("ok", "clocks", text)
+        found.append([own - times[0] for own in times])
+    return [min(offsets, key=abs) for offsets in zip(*found, strict=True)]

@@ -263,7 +263,8 @@ class HeartbeatThread(threading.Thread):
         self._beat += 1
         state, text = last or (State.RUNNING, "")
         stands, self._told = progress == self._told, progress
-        line = line_of(self._thread) if stands and self._thread is not None else ""
+        # Of one that has failed the traceback tells more.
+        line = line_of(self._thread) if stands and last is None and self._thread is not None else ""
         heartbeat = Heartbeat(self._beat, progress, state, text, line)
         if stands or last is not None:
             self._write_stacks(heartbeat.place())

@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.health.failure_detector import FailureDetector
@@ -87,7 +87,7 @@ class ProcessWatch:
     def __init__(
         self, group: comm.ProcessGroup, timeout: float, stall_timeout: float | None, cause: str, **options: Any
     ) -> None:
-        self.world = comm.resolve_group(None)
+        self.world = ref(comm.resolve_group(None))  # the user may destroy it and make another
         self.timeouts = timeout, stall_timeout
         self.runs: WeakSet[Any] = WeakSet()
         self._thread = threading.get_ident()  # the one that trains
@@ -162,12 +162,12 @@ def watch_run(
     if timeout is None or comm.world_size(group) == 1:
         return
     warn = warn if comm.rank(group) == 0 else str
-    if _current is None or _current.world is not comm.resolve_group(None):
+    if _current is None or _current.world() is not comm.resolve_group(None):
         stop_watching_process()
         _current = ProcessWatch(group, timeout, stall_timeout, cause, warn=warn, **options)
     elif _current.timeouts != (timeout, stall_timeout):
-        warn("The first model that was set up has the `failure_timeout` and `stall_timeout` of the whole process: {} and {}."
-             .format(*_current.timeouts))  # fmt: skip
+        first = "`failure_timeout={}` and `stall_timeout={}`".format(*_current.timeouts)
+        warn(f"The whole process has the time-outs of the first model that was set up: {first}.")
     _current.runs.add(run)
 
 

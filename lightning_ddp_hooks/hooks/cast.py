@@ -141,6 +141,12 @@ class _BoundCast(BoundHook):
     def group_of(self, name: str, param: Tensor) -> Hashable:
         return self._inner.group_of(name, param)
 
+    def hook_of(self, name: str, param: Tensor) -> BoundHook:
+        return self._inner.hook_of(name, param)
+
+    def error_memory(self) -> Mapping[str, Tensor]:
+        return self._inner.error_memory()
+
     def stats(self) -> dict[str, Any]:
         return self._inner.stats()
 

@@ -129,6 +129,9 @@ class _Composed(BoundHook):
     def stats(self) -> dict[str, Any]:
         return {f"{n} {child.name}": child.stats() for n, child in enumerate(self._children)}
 
+    def error_memory(self) -> Mapping[str, Tensor]:
+        return {name: residual for child in self._children for name, residual in child.error_memory().items()}
+
     def rescale(self, factor: float) -> None:
         for child in self._children:
             child.rescale(factor)
@@ -170,6 +173,9 @@ class _BoundPerParameter(_Composed):
     def group_of(self, name: str, param: Tensor) -> Hashable:
         position = self._rule_of(name, param)
         return position, self._children[position].group_of(name, param)
+
+    def hook_of(self, name: str, param: Tensor) -> BoundHook:
+        return self._children[self._rule_of(name, param)].hook_of(name, param)
 
     def reduce(self, bucket: GradBucket) -> Phases:
         parts = self._parts.of(bucket)
@@ -315,7 +321,15 @@ class _BoundSchedule(_Composed):
         keys = tuple(child.group_of(name, param) for child in self._children)
         return keys if any(key is not None for key in keys) else None
 
-    def reduce(self, bucket: GradBucket) -> Phases:
+    def _now(self) -> BoundHook:
         step = self._step()
-        now = max(n for n, first in enumerate(self._first_steps) if first <= step)
-        return (yield from phases_of(self._children[now], bucket))
+        return self._children[max(n for n, first in enumerate(self._first_steps) if first <= step)]
+
+    def hook_of(self, name: str, param: Tensor) -> BoundHook:
+        return self._now().hook_of(name, param)
+
+    def error_memory(self) -> Mapping[str, Tensor]:
+        return self._now().error_memory()
+
+    def reduce(self, bucket: GradBucket) -> Phases:
+        return (yield from phases_of(self._now(), bucket))

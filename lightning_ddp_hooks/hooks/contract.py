@@ -101,6 +101,14 @@ class BoundHook(ABC):
         """Return a key for a parameter; parameters with different keys do not share a bucket."""
         return None
 
+    def hook_of(self, name: str, param: Tensor) -> "BoundHook":
+        """Return the hook that has a parameter now: this one, unless it is made of others."""
+        return self
+
+    def error_memory(self) -> Mapping[str, Tensor]:
+        """Return what was not sent yet, flat, by the names of parameters, in the units of the bucket; not copied."""
+        return {}
+
     def stats(self) -> dict[str, Any]:
         """Return facts for reports, such as a compression rate; may wait for the device."""
         return {}
@@ -149,10 +157,12 @@ class CommHook(ABC):
     Attributes:
         is_plain_mean: Whether it is the mean that the reducer itself computes, faster than through a hook.
         delayed_by: Name of its setting for the step up to which it is the plain mean, or None.
+        sized_by: Name of its setting for how much it sends, or None.
     """
 
     is_plain_mean = False
     delayed_by: ClassVar[str | None] = None
+    sized_by: ClassVar[str | None] = None
 
     @abstractmethod
     def bind(self, context: BindContext) -> BoundHook:

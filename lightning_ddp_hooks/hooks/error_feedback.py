@@ -238,6 +238,11 @@ class FeedbackHook(BoundHook):
         self._residuals = residuals
         self._update = ResidualUpdate()
 
+    def error_memory(self) -> Mapping[str, Tensor]:
+        """Return what this rank has not sent of its own gradients."""
+        kept = [own for own in self._residuals.values() if isinstance(own, ErrorFeedback)]
+        return kept[0].residuals() if kept and self.keeps_state else {}
+
     def stats(self) -> dict[str, Any]:
         """Return how often the residuals were left as they were; waits for the device."""
         return {"left_out": self._update.left_out} if self.keeps_state else {}

@@ -62,6 +62,7 @@ class PowerSGD(ReplicatingHook):
     """
 
     delayed_by = "start_iter"
+    sized_by = "rank"
 
     rank: int = 1
     start_iter: int = 1000
@@ -221,6 +222,9 @@ class _BoundPowerSGD(BoundHook):
         work = PowerSGDWorkspace(bucket, slots, dtype, batched=config.batch_same_shape)
         work.adopt(self._right, config.seed)
         return work
+
+    def error_memory(self) -> Mapping[str, Tensor]:
+        return self._error.residuals()
 
     def stats(self) -> dict[str, Any]:
         """Return how many elements went to collectives without and with compression, and the buckets not finite."""

@@ -49,6 +49,8 @@ class TopK(ReplicatingHook):
     memory", 2018, https://arxiv.org/abs/1809.07599.
     """
 
+    sized_by = "ratio"
+
     ratio: float | None = None
     k: int | None = None
     error_feedback: bool = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from lightning_ddp_hooks.monitor import timeline
+from lightning_ddp_hooks.monitor.quality import Quality
 from lightning_ddp_hooks.monitor.skew import RankStep, Split, split
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 
@@ -61,6 +62,8 @@ class RunRecord:
     keep_steps: int  # number of steps that are kept in full; older ones are dropped
     facts: dict[str, str] = field(default_factory=dict)  # model, hook, backend and the like, in this order
     has_hook: bool = False
+    sized_by: str | None = None  # the hook's setting for how much it sends
+    is_approximate: bool = True  # whether the hook is to give all ranks about the mean
     bucket_cap_bytes: int = 0
     count: int = 0  # of all steps that were recorded
     outside_bytes: Mapping[str, int] = field(default_factory=dict)  # sent between steps, by purpose
@@ -79,6 +82,11 @@ class RunRecord:
         """Add steps in order."""
         self.steps.extend(steps)
         self.count += len(steps)
+
+    @property
+    def quality(self) -> Quality | None:
+        """What the hook does to gradients, where that was measured."""
+        return Quality.of(self.steps, self.world_size)
 
     def split(self, last: int | None = None) -> Split | None:
         """Divide the waiting in the last steps that are known of all ranks, by default all; None if there are none.

@@ -8,15 +8,16 @@ On a device a step is returned some steps later, when its last event has passed;
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.monitor.clock import Clock, Instant
+from lightning_ddp_hooks.monitor.quality import add_up
+from lightning_ddp_hooks.monitor.quality_meter import MeasuredBucket, Measurement, QualityMeter
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, Interval, StepTiming
 from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal
 
@@ -27,15 +28,15 @@ class _RecordedBucket:
     def __init__(self, bucket: Any, scale: float, ready: Instant) -> None:
         self.index: int = bucket.index()
         self.names: tuple[str, ...] = bucket.names
-        self.gradients: Tensor | None = bucket.buffer()
+        self.bucket: Any = bucket
         self.grad_bytes = bucket.buffer().nbytes
         self.scale = scale
         self.sent = ByteTotal()
         self.ready = self.launched = ready
         self.done: Instant | None = None
         self.meetings: list[list[Instant]] = []  # when each collective was posted, and when it was done
-        self.exact: tuple[Tensor, comm.Work] | None = None
-        self.error: Tensor | None = None
+        self.measurement: Measurement | None = None
+        self.measured: MeasuredBucket | None = None
 
     def post(self, work: object, posted: Instant, clock: Clock) -> None:
         """Note a collective, and arrange to learn when it is done."""
@@ -53,6 +54,7 @@ class _RecordedBucket:
         done = _first_known(self.done, self.launched)
         # Of one whose end was told too late it is known that it was over when the hook went on.
         ends = [*(posted for posted, *_ in self.meetings[1:]), done]
+        norms = () if self.measured is None else self.measured.norms()
         seen = [(posted, *met, end)[:2] for (posted, *met), end in zip(self.meetings, ends, strict=False)]
         return BucketTiming(
             index=self.index,
@@ -62,7 +64,8 @@ class _RecordedBucket:
             ready=clock.seconds(self.ready),
             launched=clock.seconds(self.launched),
             done=clock.seconds(done),
-            error=None if self.error is None else float(self.error),
+            error=add_up("", norms).relative_error if norms else None,
+            norms=norms,
             meetings=tuple((clock.seconds(posted), clock.seconds(met)) for posted, met in seen),
         )
 
@@ -73,7 +76,8 @@ class _RecordedStep:
 
     number: int
     begin: Instant
-    measures_error: bool = False
+    measures_quality: bool = False
+    samples: int = 0
     backward_begin: Instant | None = None
     backward_end: Instant | None = None
     latest_begin: Instant | None = None
@@ -120,32 +124,12 @@ class _RecordedStep:
             local_bytes=self.local_bytes,
             hook_work=intervals(self.hook_work),
             between=(data, asides["validation"], asides["save"]),
+            samples=self.samples,
         )
 
 
 def _first_known(*instants: Instant | None) -> Instant:
     return next(instant for instant in instants if instant is not None)
-
-
-class CompressionError:
-    """Compares reduced buckets with the exact mean, every few steps (the same on all ranks), on a group of its own."""
-
-    def __init__(self, group: comm.ProcessGroup, every_n_steps: int) -> None:
-        self.group = group
-        self.every_n_steps = every_n_steps
-
-    def begin(self, buffer: Tensor) -> tuple[Tensor, comm.Work]:
-        """Start to sum a copy of the gradients, in at least float32."""
-        copy = buffer.detach().clone() if buffer.dtype.itemsize >= 4 else buffer.detach().float()
-        with traffic.counted_in(ByteTotal()):  # not the run's own traffic
-            return copy, comm.all_reduce(copy, self.group)
-
-    def end(self, exact: Tensor, work: comm.Work, scale: float, reduced: Tensor) -> Tensor:
-        """Return ``|reduced - mean| / |mean|``; 0 where the mean is zero and nothing else came out."""
-        work.wait()
-        exact.mul_(scale)
-        error, size = torch.sub(reduced, exact).norm(), exact.norm()
-        return torch.where(error == 0, error, error / size)
 
 
 class Recorder:
@@ -154,16 +138,16 @@ class Recorder:
     Args:
         clock: Clock that makes instants.
         counter: Counter that `comm` adds to; what is sent for a bucket goes to a total of the bucket's own.
-        error: Compares with the exact mean; None leaves that out.
+        quality: Measures what the hook does to gradients; None leaves that out.
         has_hook: Whether a hook may compute something between collectives and after them.
     """
 
     def __init__(
-        self, clock: Clock, counter: ByteCounter, error: CompressionError | None = None, *, has_hook: bool = True
+        self, clock: Clock, counter: ByteCounter, quality: QualityMeter | None = None, *, has_hook: bool = True
     ) -> None:
         self._clock = clock
         self._counter = counter
-        self._error = error
+        self._quality = quality
         self._has_hook = has_hook
         self._step: _RecordedStep | None = None
         self._unresolved: deque[_RecordedStep] = deque()
@@ -181,9 +165,9 @@ class Recorder:
     def begin_step(self, number: int) -> None:
         """Begin a step; one that is open is given up."""
         self.outside_bytes.update(self._counter.take())
-        measures_error = self._error is not None and number % self._error.every_n_steps == 0
+        measures = self._quality is not None and number % self._quality.every_n_steps == 0
         self.end_aside()
-        self._step = _RecordedStep(number, self._clock.stamp(), measures_error, follows=self._follows)
+        self._step = _RecordedStep(number, self._clock.stamp(), measures, follows=self._follows)
         self._step.asides, self._asides, self._follows = self._asides, [], False
 
     def begin_aside(self, name: str) -> None:
@@ -202,6 +186,11 @@ class Recorder:
     def in_step(self) -> bool:
         """Whether a step is open."""
         return self._step is not None
+
+    def note_batch(self, count: Callable[[], int]) -> None:
+        """Note a batch of the step; how many samples it has is asked only if that matters."""
+        if self._step is not None and self._step.measures_quality:
+            self._step.samples += count()
 
     def backward_begins(self) -> None:
         """Note that a backward begins, which may reduce gradients or only accumulate them."""
@@ -267,9 +256,9 @@ class Recorder:
         bucket = self._in_flight.get(index)
         if bucket is None or self._step is None:
             return
-        if self._step.measures_error and self._error is not None and bucket.gradients is not None:
-            # Here, where the copy belongs to the communication stream.
-            bucket.exact = self._error.begin(bucket.gradients)
+        if self._step.measures_quality and self._quality is not None:
+            # Here, where copies belong to the communication stream.
+            bucket.measurement = self._quality.begin(bucket.bucket, bucket.scale)
         if self._clock.asynchronous:
             bucket.launched = self._clock.stamp()
         self._counted_before, self._counter.current = self._counter.current, bucket.sent
@@ -329,9 +318,9 @@ class Recorder:
             return
         if bucket.done is None:
             bucket.done = self._clock.stamp()
-        if bucket.exact is not None and self._error is not None:
-            bucket.error = self._error.end(*bucket.exact, bucket.scale, buffer)
-        bucket.gradients = bucket.exact = None
+        if bucket.measurement is not None:
+            bucket.measured = bucket.measurement.end(buffer)
+        bucket.bucket = bucket.measurement = None
         self._step.buckets.append(bucket)
 
     def wait_ended(self) -> None:

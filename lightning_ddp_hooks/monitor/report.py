@@ -33,16 +33,19 @@ def build_report(record: RunRecord) -> str:
     if note:
         head += f'<p class="note">{escape(note)}</p>'
     if not record.steps:
-        return _page(f'{head}<p class="verdict">No step was recorded.</p>')
+        return _page(f'{head}<p class="answer">No step was recorded.</p>')
     steps = list(record.steps)
     summary = Summary.of(steps, record.world_size)
     step = median_step(steps)
     parts = [
         head,
-        f'<p class="verdict">{_with_code(report_text.headline(record, summary))}</p>',
-        f'<p class="advice">{_with_code(report_text.advice(record, summary))}</p>',
+        *(
+            f'<h2 class="question">{question}</h2><p class="answer">{_with_code(answer)}</p>'
+            for question, answer in report_text.answers(record, summary)
+        ),
         _division(record, step),
         _cards(summary),
+        _quality(record),
         _typical_step(step, has_hook=record.has_hook),
         _buckets(steps, step),
         _other_traffic(record, steps),
@@ -164,6 +167,25 @@ def _buckets(steps: Sequence[StepTiming], step: StepTiming) -> str:
         "before it are done; means over the steps."
     )
     return _section("Buckets", note, _table(head, rows) + more)
+
+
+def _quality(record: RunRecord) -> str:
+    quality = record.quality
+    if quality is None:
+        return ""
+    rows = []
+    for norms in (*quality.groups, *([quality.total] if len(quality.groups) > 1 else [])):
+        memory = [f"{norms.unsent:.2g}", report_text.factor_text(norms.carried)] if norms.has_memory else ["", ""]
+        noise = share_text(norms.noise_share(record.world_size) ** 2)
+        sends = (norms.verdict(record.world_size) or "") if record.has_hook and record.is_approximate else ""
+        rows.append([escape(norms.group), f"{norms.relative_error:.2g}", *memory, noise, sends])
+    note = (
+        f"By parameter group, over the last {quality.steps} steps that were measured. Error: of what comes out, "
+        "relative to the mean over the ranks. Not sent: of this rank's gradient with its error memory, by which a hook "
+        "that has one is judged. Memory: relative to this rank's gradient. Noise: part of the mean's squared norm."
+    )
+    head = ["group", "error", "not sent", "memory", "noise", "sends"]
+    return _section("What the hook does to gradients", note, _table(head, rows))
 
 
 def _contents(bucket: BucketTiming) -> str:

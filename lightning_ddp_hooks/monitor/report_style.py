@@ -15,8 +15,9 @@ h1{font-size:15px;font-weight:600;letter-spacing:.02em;color:var(--soft);margin:
 header dl{display:flex;flex-wrap:wrap;gap:2px 22px;margin:0;font-size:13px}
 header dl div{display:flex;gap:6px;min-width:0}
 header dt{color:var(--soft)} header dd{margin:0;font-weight:500;min-width:0;overflow-wrap:anywhere}
-.verdict{font-size:27px;line-height:1.25;font-weight:650;letter-spacing:-.012em;margin:0 0 10px;max-width:36em}
-.advice{color:var(--soft);margin:0 0 26px;max-width:62em;font-size:16px}
+.question{font-size:13px;font-weight:600;color:var(--soft);margin:0 0 2px}
+.answer{font-size:16px;margin:0 0 14px;max-width:64em}
+.question:first-of-type+.answer{font-size:24px;line-height:1.25;font-weight:650;letter-spacing:-.012em;max-width:40em}
 .note{background:color-mix(in srgb,var(--hook) 14%,var(--card));border-left:3px solid var(--hook);padding:8px 14px;
 border-radius:4px;font-size:14px;margin:0 0 22px}
 code{font:.92em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}

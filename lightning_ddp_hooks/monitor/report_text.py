@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+from lightning_ddp_hooks.monitor.quality import Quality
 from lightning_ddp_hooks.monitor.record import RunRecord, Summary
 from lightning_ddp_hooks.monitor.skew import PHASES, SlowRank, Split, slow_rank
 from lightning_ddp_hooks.monitor.timeline import exposed_by_bucket, typical_steps
@@ -56,8 +57,9 @@ _UNEVEN = (
     'if it has larger batches than the others, even them out (`gradient_weighting="samples"` keeps the mean right '
     "where they differ)"
 )
+_OTHER = "look at the machine (other work on it, throttling, a failing device) or take another one"
 _MACHINE = (
-    f"{_UNEVEN}; if not, look at the machine (other work on it, throttling, a failing device) or take another one. "
+    f"{_UNEVEN}; if not, {_OTHER}. "
     "Model averaging lets ranks meet less often, which helps where the lateness comes and goes"
 )
 _REMEDIES = {
@@ -92,6 +94,9 @@ def slow_rank_advice(slow: SlowRank | None) -> str:
             f"Now one rank is late, now another: model averaging, with which they meet less often, evens that out; "
             f"so do batches of even size. {nothing}"
         )
+    if slow.phase == "hook":
+        longer = f"On rank {slow.rank} the hook computes longer than on the others"
+        return f"{longer}: a hook that computes less may help; or {_OTHER}."
     remedy = _REMEDIES.get(slow.phase or "", f"On rank {slow.rank}: {_MACHINE}.")
     return f"{remedy} {nothing}"
 
@@ -114,8 +119,6 @@ def headline(record: RunRecord, summary: Summary) -> str:
     if not buckets:
         return f"Replicas trained on their own; bringing them together took {sent} per step, in the mean."
     if found is not None and _skew(found):
-        if (slow := slow_rank(found)) is not None:
-            return slow_rank_text(slow, found, record)
         of_step = f"{seconds_text(max(found.skew))} of {seconds_text(found.duration)} per step"
         return f"Ranks wait for each other, {of_step}, more than for the network."
     of_step = f"{seconds_text(summary.exposed)} of {seconds_text(summary.duration)} per step"
@@ -126,6 +129,32 @@ def headline(record: RunRecord, summary: Summary) -> str:
     if len(buckets) == 1:
         return f"Nothing hides the communication, since all gradients share one bucket: waiting takes {of_step}."
     return f"Little of the communication hides behind the backward: waiting takes {of_step}."
+
+
+def who_is_slow(record: RunRecord) -> str:
+    """Return the rank that the others wait for, and where it loses the time, or that there is none."""
+    found = record.split()
+    if record.world_size == 1:
+        return "There are no others."
+    if found is None:
+        return "Not known: the ranks were not compared."
+    slow, share = slow_rank(found), max(found.skew) / (found.duration or 1.0)
+    if share < _LITTLE:
+        return f"None: no rank waits for others longer than {share_text(share)} of a step."
+    if slow is None:
+        return "None by itself: now one rank is late, now another."
+    return slow_rank_text(slow, found, record)
+
+
+def answers(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
+    """Return what a reader wants to know first: questions and their answers; there is at least one step."""
+    found = [
+        ("What am I waiting for?", headline(record, summary)),
+        ("Who is slow?", who_is_slow(record)),
+        ("What should I change?", advice(record, summary)),
+    ]
+    quality = quality_text(record)
+    return found if quality is None else [*found, ("What does the hook do to gradients?", quality)]
 
 
 def advice(record: RunRecord, summary: Summary) -> str:
@@ -171,6 +200,45 @@ def advice(record: RunRecord, summary: Summary) -> str:
     return f"{text} The transfer takes longer than the backward can hide: {less} would shorten that."
 
 
+def quality_text(record: RunRecord) -> str | None:
+    """Say in a line what the hook does to gradients, and whether it sends enough; None if that was not measured."""
+    quality = record.quality
+    if quality is None:
+        return None
+    total, share = quality.total, quality.total.noise_share(quality.world_size)
+    noise = f"{share_text(share**2)} of the mean gradient is noise" + _noise_scale_text(quality)
+    if not record.has_hook:
+        return f"Measured: {noise}."
+    if not record.is_approximate:
+        return f"Ranks are to differ under this hook, so that its result is not judged. Measured: {noise}."
+    verdict = quality.verdict()
+    if total.has_memory and total.memory:
+        found = (
+            f"the hook sends {share_text(max(0.0, 1 - total.unsent**2))} of the gradient and its error memory at once, "
+            f"and the memory is {factor_text(total.carried)} the gradient{', and grows' if quality.grows else ''}"
+        )
+    else:
+        found = f"what comes out is {share_text(total.relative_error)} off the mean of the ranks' gradients"
+    size = f"`{record.sized_by}`" if record.sized_by else None
+    says = {
+        "too little": f"{size} is too low" if size else "The hook sends too little",
+        "enough": f"{size} fits" if size else "The hook fits",
+        "more than needed": f"A lower {size} would do" if size else "The hook could send less",
+        None: "The hook has changed nothing yet",
+    }[verdict]
+    return f"{says}: {found}; {noise}."
+
+
+def _noise_scale_text(quality: Quality) -> str:
+    batches = quality.total.noise_batches(quality.world_size)
+    if batches is None or batches == float("inf"):
+        return ""
+    scale, now, unit = batches, float(quality.world_size), "times a rank's batch"
+    if quality.noise_scale is not None and quality.batch is not None:
+        scale, now, unit = quality.noise_scale, now * quality.batch, "samples"
+    return f" (gradient noise scale about {_three(scale)} {unit}, the batch of all ranks is {now:,.0f})"
+
+
 def run_note(record: RunRecord) -> str | None:
     """Return what limits the report, or None."""
     notes = [record.note] if record.note else []
@@ -179,6 +247,6 @@ def run_note(record: RunRecord) -> str | None:
     if not record.sees_ends:
         notes.append("Of a collective only the end of the wait for it is known here, so that the division into "
                      "waiting for others and transfer is uncertain.")  # fmt: skip
-    if any(b.error is not None for step in record.steps for b in step.buckets):
-        notes.append("Steps that measure the compression error take longer: they send the exact gradients too.")
+    if record.has_hook and record.quality is not None:
+        notes.append("Steps that measure what the hook does take longer: they send the exact gradients too.")
     return " ".join(notes) or None

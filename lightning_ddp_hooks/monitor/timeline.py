@@ -16,6 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_ddp_hooks.monitor.quality import Norms
 
 Interval = tuple[float, float]
 
@@ -33,6 +37,7 @@ class BucketTiming:
     done: float  # it was reduced; with a hook of several collectives, after the last one
     error: float | None = None  # of the reduced gradients, relative to the exact mean; None unless asked for
     meetings: tuple[Interval, ...] = ()  # its collectives, each from this rank's post on; empty if not known
+    norms: tuple[Norms, ...] = ()  # of its parameter groups, in steps that measure them
 
     @property
     def in_flight(self) -> Interval:
@@ -57,6 +62,7 @@ class StepTiming:
     # When, in those waits, a hook computed between its collectives and after them; known on the host's clock only.
     hook_work: tuple[Interval, ...] = ()
     between: tuple[float, float, float] = (0.0, 0.0, 0.0)  # before the step: loading data, validation, saving
+    samples: int = 0  # of this rank's batches, where that was asked; 0 if they do not tell
 
     @property
     def duration(self) -> float:

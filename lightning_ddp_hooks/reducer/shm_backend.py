@@ -30,6 +30,19 @@ def register() -> None:
     comm.register_cpu_backend("shm", _make)
 
 
+def why_not() -> str | None:
+    """Say why the backend cannot work on this machine as it is; None if it can."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    if not build.is_built():
+        return "it needs the native build"
+    try:
+        build.load()
+    except ImportError as error:
+        return f"the native build cannot be loaded: {error}"
+    return None
+
+
 def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     try:
         if sys.platform != "linux":

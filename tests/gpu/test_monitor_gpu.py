@@ -11,8 +11,10 @@ from ranks import run_ranks
 import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks import traffic
 from lightning_ddp_hooks.monitor.clock import clock_for
-from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
+from lightning_ddp_hooks.monitor.quality_meter import QualityMeter
+from lightning_ddp_hooks.monitor.recorder import Recorder
 from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
+from lightning_ddp_hooks.reducer.stream import start_read
 from lightning_ddp_hooks.traffic import ByteCounter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
@@ -25,7 +27,7 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
     model = ldh.DataParallel(net, group, bucket_cap_mb=16, comm_hook=hook)
     counted = ByteCounter()
     traffic.count_bytes(counted)
-    error = CompressionError(on_gpu.stream_ordered_group(), 1) if compare else None
+    error = QualityMeter(on_gpu.stream_ordered_group(), 1, start_read) if compare else None
     recorder = Recorder(clock_for(device, queues_waits=True), counted, error)
     model.reducer.observer = recorder
     x = torch.randn(4096, 2048, device=device)

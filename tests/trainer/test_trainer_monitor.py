@@ -164,7 +164,7 @@ def test_metrics_report_and_trace_are_written(tmp_path: Path) -> None:
     assert {"comm/skew_ms", "comm/transfer_ms"} <= set(header)
     trace = json.loads((written / "comm_monitor" / "trace.json").read_text())
     steps_of = [e["pid"] for e in trace["traceEvents"] if e["name"].startswith("step ")]
-    assert steps_of == [0] * STEPS + [1] * STEPS
+    assert steps_of == [1] * STEPS + [2] * STEPS
 
 
 class ElsewhereLogger(Logger):

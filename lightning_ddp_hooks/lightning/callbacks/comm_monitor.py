@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +22,22 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_hooks import _compat, comm, traffic
+from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.config import replicas_differ_from
+from lightning_ddp_hooks.join.samples import count_samples
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.exchange import StepExchange
+from lightning_ddp_hooks.monitor.quality_meter import QualityMeter
 from lightning_ddp_hooks.monitor.record import RunRecord, step_metrics
-from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
+from lightning_ddp_hooks.monitor.recorder import Recorder
 from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.report_text import slow_rank_advice, slow_rank_text
 from lightning_ddp_hooks.monitor.skew import metrics, slow_rank
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 from lightning_ddp_hooks.monitor.trace import build_trace
+from lightning_ddp_hooks.reducer.stream import start_read
 from lightning_ddp_hooks.traffic import ByteCounter
 
 if TYPE_CHECKING:
@@ -57,8 +62,9 @@ class CommMonitor(Callback):
         log_every_n_steps: How often to log; None for as often as the Trainer does.
         prog_bar: Show exposed time and overlap in the progress bar.
         per_bucket: Log the figures of each bucket too.
-        compression_error: Measure how far the reduced gradients are from the exact mean. That takes a further
-            all-reduce of all gradients, uncompressed, in the steps in which it is done.
+        compression_error: Measure what the hook does to gradients, by parameter group: how far what comes out is from
+            the exact mean, and how large the error memory is; and how noisy gradients are. Under a hook that takes a
+            further all-reduce of all gradients, uncompressed, in the steps in which it is done.
         error_every_n_steps: How often that is.
         keep_steps: How many steps the report shows.
 
@@ -130,12 +136,13 @@ class CommMonitor(Callback):
         backend = facts["comm_backend"]
         # Asking for the directory is collective.
         self._directory = self.dirpath or _run_directory(trainer) / "comm_monitor"
-        counter, error = ByteCounter(), None
+        counter, quality = ByteCounter(), None
         if self.compression_error:
-            error = CompressionError(self._own_group(reducer), self.error_every_n_steps)
-        said = declared(strategy.run.hook.declared, strategy.settings.averager, None)
+            quality = QualityMeter.of_run(strategy.run, self._own_group(reducer), self.error_every_n_steps, start_read)
+        hook = strategy.run.hook.declared
+        said = declared(hook, strategy.settings.averager, None)
         clock, has_hook = clock_for(device, queues_waits=backend != "gloo"), said["hook"] is not None
-        self._recorder = Recorder(clock, counter, error, has_hook=has_hook)
+        self._recorder = Recorder(clock, counter, quality, has_hook=has_hook)
         texts = {
             "model": type(pl_module).__name__,
             "hook": said["hook"] or "mean all-reduce",
@@ -153,6 +160,8 @@ class CommMonitor(Callback):
             keep_steps=self.keep_steps,
             facts={name: text for name, text in texts.items() if text is not None},
             has_hook=has_hook,
+            sized_by=None if hook is None else hook.sized_by,
+            is_approximate=replicas_differ_from(hook) is None,
             bucket_cap_bytes=facts["bucket_cap_bytes"],
             hosts=comm.all_gather_object(socket.gethostname(), reducer.control_group),
             sees_ends=device.type == "cpu" or backend != "gloo",
@@ -171,12 +180,14 @@ class CommMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         recorder = self._recorder
-        if recorder is None or recorder.in_step:  # the next micro-batch of an accumulation window
+        if recorder is None:
             return
-        assert self._reducer is not None
-        trains_alone = not self._reducer.sync  # an averager has taken over
-        self._local_bytes = sum(param.nbytes for param in self._reducer.params) if trains_alone else 0
-        recorder.begin_step(_compat.logging_step(trainer))
+        if not recorder.in_step:  # and not in the next micro-batch of an accumulation window
+            assert self._reducer is not None
+            trains_alone = not self._reducer.sync  # an averager has taken over
+            self._local_bytes = sum(param.nbytes for param in self._reducer.params) if trains_alone else 0
+            recorder.begin_step(_compat.logging_step(trainer))
+        recorder.note_batch(partial(_samples_in, batch))
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -226,6 +237,8 @@ class CommMonitor(Callback):
         values = self._compare(trainer)
         if self._unlogged:
             values |= step_metrics(self._unlogged, self.record.world_size, per_bucket=self.per_bucket)
+            if "comm/error" in values and (quality := self.record.quality) is not None:
+                values |= quality.metrics()
             self._unlogged = []
         self._log(trainer, values, step)
         for name in ("comm/exposed_ms", "comm/overlap") if self.prog_bar and "comm/overlap" in values else ():
@@ -306,6 +319,13 @@ class CommMonitor(Callback):
         (self._directory / "trace.json").write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
         with _compat.beside_progress_bar():
             rank_zero_info(f"CommMonitor: {report}")
+
+
+def _samples_in(batch: Any) -> int:
+    try:
+        return count_samples(batch)
+    except ValueError:
+        return 0
 
 
 def _run_directory(trainer: Trainer) -> Path:
