@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -192,6 +192,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if (declared := resolve_hook((state, hook))) is not None:
             self._run.install_hook(declared)
+
+    def comm_hook_state_dict(self) -> dict[str, Any]:
+        """Return the step and the state of the hook (such as its error memory), to save beside model and optimizer.
+
+        Call it on all ranks; it is the same on all of them, and loads with ``weights_only=True``.
+        """
+        return self._run.state_dict()
+
+    def load_comm_hook_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `comm_hook_state_dict` returned, at any number of ranks; call it on all ranks.
+
+        Raises:
+            ValueError: the state is another hook's, or damaged.
+        """
+        self._run.load_state_dict(state)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""

@@ -85,6 +85,7 @@ class TrainingRun:
         self.sync = True
         self._stepping = self._awaits_backward = self._warned = False
         self._backwards_at_step = 0
+        self._backwards_before = 0  # those of the run that this one goes on from, where they are the steps
         self._weights_loaded = False
         self._at_close = ExitStack()
         self.reducer = Reducer(
@@ -256,7 +257,7 @@ class TrainingRun:
     @property
     def step(self) -> int:
         """The training step that comes next."""
-        return self.reducer.synced_backwards if self._step is None else self._step
+        return self._backwards_before + self.reducer.synced_backwards if self._step is None else self._step
 
     @step.setter
     def step(self, step: int) -> None:
@@ -403,7 +404,10 @@ class TrainingRun:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with clock and hook's state of a checkpoint, as `read_training_state` returns them."""
-        self.step = int(state["step"])
+        if self._step is None:
+            self._backwards_before = int(state["step"]) - self.reducer.synced_backwards
+        else:
+            self.step = int(state["step"])
         self.hook.restore(state)
         self._restore_scale(state)
         if self.averaging is not None:

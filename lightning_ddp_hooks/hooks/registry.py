@@ -30,23 +30,24 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
         if hook not in SHORT_NAMES:
             raise ValueError(f"Unknown communication hook {hook!r}; known names: {known_names(SHORT_NAMES)}.")
         return resolve_hook(SHORT_NAMES[hook]())
-    pair: Any = hook  # of two: the type does not say so of a list
-    if isinstance(pair, (tuple, list)) and len(pair) == 2:
-        state, function = pair
-        if isinstance(function, (CommHook, str)):  # as `register_comm_hook` takes them
+    given: Any = hook
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        state, given = given
+        if isinstance(given, (CommHook, str)):  # as `register_comm_hook` takes them
             if state is not None:
-                raise TypeError(f"Expected None for the state of {function!r}, which makes its own, got {state!r}.")
-            return resolve_hook(function)
-        if not callable(function) and callable(state):
+                raise TypeError(f"Expected None for the state of {given!r}, which makes its own, got {state!r}.")
+            return resolve_hook(given)
+        if not callable(given) and callable(state):
             raise TypeError("Expected a pair (state, hook); the callable comes second.")
-        if hasattr(function, "as_comm_hook"):  # a function that stands for a declaration, such as a step in the hook
-            declared: CommHook = function.as_comm_hook(state)
+        if hasattr(given, "as_comm_hook"):  # a function that stands for a declaration, such as a step in the hook
+            declared: CommHook = given.as_comm_hook(state)
             return declared
-        return TorchHook(hook=function, state=state)
-    if isinstance(pair, type):
-        got = f"the class {pair.__name__}; make one, as in {pair.__name__}()"
+        if not (isinstance(given, type) and issubclass(given, CommHook)):
+            return TorchHook(hook=given, state=state)
+    if isinstance(given, type):
+        got = f"the class {given.__name__}; make one, as in {given.__name__}()"
     else:
-        got = f"{type(pair).__name__}{'; wrap a function as (None, function)' if callable(pair) else ''}"
+        got = f"{type(given).__name__}{'; wrap a function as (None, function)' if callable(given) else ''}"
     raise TypeError(f"Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got {got}.")
 
 

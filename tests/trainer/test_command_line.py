@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from trainer_runs import Net
 
 from lightning_ddp_hooks import DDPHooksStrategy, averaging, callbacks, hooks, optim
-from lightning_ddp_hooks.hooks import CommHook
 from lightning_ddp_hooks.averaging.names import AVERAGERS as NAMED_AVERAGERS
 from lightning_ddp_hooks.averaging.names import AveragerLike
+from lightning_ddp_hooks.hooks import CommHook
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, HookLike
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -112,7 +112,9 @@ def test_help_lists_what_is_public_and_nothing_else(base: type) -> None:
     parser.add_argument("--it", type=base)
     listed = re.sub(r"\s", "", parser.format_help()).partition("knownsubclasses:")[2]
     paths = set(re.findall(r"lightning_ddp_hooks\.(?:\w+\.)*\w+", listed))
-    short = {f"lightning_ddp_hooks.short_names.{name}" for name in (SHORT_NAMES if base is CommHook else NAMED_AVERAGERS)}
+    short = {
+        f"lightning_ddp_hooks.short_names.{name}" for name in (SHORT_NAMES if base is CommHook else NAMED_AVERAGERS)
+    }
     assert paths == short | {f"lightning_ddp_hooks.{where}.{cls.__name__}" for cls in classes}
 
 
@@ -252,5 +254,7 @@ def test_a_wrong_hook_is_told_the_right_names(name: str, command_line: Callable[
         ValueError, match=f"Unknown communication hook '{name}'; known names: {', '.join(sorted(SHORT_NAMES))}"
     ):
         command_line(STRATEGY, f"--trainer.strategy.comm_hook={name}")
-    with pytest.raises(ValueError, match=f"Unknown averager '{name}'; known names: {', '.join(sorted(NAMED_AVERAGERS))}"):
+    with pytest.raises(
+        ValueError, match=f"Unknown averager '{name}'; known names: {', '.join(sorted(NAMED_AVERAGERS))}"
+    ):
         command_line(STRATEGY, f"--trainer.strategy.averager={name}")
