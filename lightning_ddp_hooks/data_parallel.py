@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -180,7 +180,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._run.after_forward(output)
         return output
 
-    def register_comm_hook(self, state: object, hook: HookLike | Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: Any) -> None:
         """Replace plain all-reduce by ``hook(state, bucket) -> Future[Tensor] | Tensor``, called for each full bucket.
 
         With a state of None, ``hook`` may also be a short name or a `CommHook`.

@@ -19,9 +19,7 @@ Compare two runs that CommMonitor has written reports of: what a step takes, wha
 def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = common.add_command(commands, "compare", run, "compare the reports of two runs", DESCRIPTION)
-    parser.add_argument(
-        "runs", nargs=2, type=Path, metavar="RUN", help="the directory of a report, or its summary.json"
-    )
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="directory of a report, or its summary.json")
     parser.add_argument("--names", nargs=2, metavar="NAME", help="what the page calls them (default: their paths)")
     parser.add_argument("--output", type=Path, default=Path("comparison.html"), metavar="FILE",
                         help="the page (default: comparison.html)")  # fmt: skip

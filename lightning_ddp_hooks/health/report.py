@@ -123,12 +123,17 @@ def failure_report(
     for other in failed:
         error = peers[other].heartbeat.text.rstrip().splitlines()
         lines += [f"The error of rank {other}:", *(f"  {line}" for line in error)]
+    # What many read is the last line.
+    told = peers[failed[0]].heartbeat.text.strip() if failed else ""
+    whose = f"rank {failed[0]} failed: {told.splitlines()[-1].strip()}" if told else lines[0].splitlines()[0]
+    lines.append(f"In short: {whose}")
     return "\n".join(lines)
 
 
 def attach_report(error: BaseException, report: str) -> None:
     """Put a report in front of an error's text; add it as a note if the error has no text."""
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{report}\nWhat failed here: {error.args[0]}", *error.args[1:])
+        told, _, verdict = report.rpartition("\n")
+        error.args = (f"{told}\nWhat failed here: {error.args[0]}\n{verdict}", *error.args[1:])
     elif hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(report)

@@ -96,9 +96,8 @@ def as_table(title: str, rows: Mapping[str, str]) -> str:
     drawn.add_column(overflow="fold")
     for label, text in rows.items():
         drawn.add_row(escape(label), escape(text))
-    console = Console(
-        file=StringIO(), width=max(60, min(shutil.get_terminal_size((110, 24)).columns, 110)), color_system=None
-    )
+    width = max(60, min(shutil.get_terminal_size((110, 24)).columns, 110))
+    console = Console(file=StringIO(), width=width, color_system=None)
     with console.capture() as captured:
         console.print(drawn)
     return f"{title}\n{captured.get().rstrip()}"

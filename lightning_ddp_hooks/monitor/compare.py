@@ -22,6 +22,7 @@ _FIGURES: list[tuple[str, str, Callable[[float], str]]] = [
     ("effective compression", "compression", factor_text),
     ("compression error", "error", "{:.2g}".format),
 ]
+_OF_RANKS = "Means over the ranks, or of one where they were not compared."
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -66,9 +67,7 @@ def build_comparison(names: tuple[str, str], runs: tuple[dict[str, Any], dict[st
     return report.page(
         "<header><h1>Two runs compared</h1></header>"
         f'<p class="verdict">{escape(verdict)}</p>'
-        + report.section(
-            "What a step takes", "Means over the ranks, or of one where they were not compared.", budget_chart(rows)
-        )
+        + report.section("What a step takes", _OF_RANKS, budget_chart(rows))
         + report.section("Figures", "", report.table([*head, "second / first"], figures))
         + (report.section("What differs", "", report.table(head, settings)) if settings else "")
     )

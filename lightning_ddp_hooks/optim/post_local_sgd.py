@@ -86,7 +86,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         self._scaler = scaler
         self._scale = None if scaler is None else SharedScale(scaler, self._context.group)
         check_same_on_all_ranks([], {"scaler": scaler_text(scaler)}, self._context.control_group)
-        self.averager: BoundAverager = averager.start(self._context)
+        self.averager: BoundAverager = declared.start(self._context)
 
     def _named_params(self) -> tuple[list[str], list[nn.Parameter]]:
         params = list(optimizer_params(self.optim))

@@ -21,8 +21,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks.describe import declared
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
-from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.exchange import StepExchange
 from lightning_ddp_hooks.monitor.output import write_output
