@@ -147,7 +147,7 @@ class FitSettings(Settings):
 
     policy: str | None = None  # of `UnevenInputs`, as the divisor; None without it
     divisor: str | None = None
-    manual: bool = False  # optimisation
+    manual: bool = False  # optimization
     gradient_clip_val: float | None = None  # the Trainer's, as the next one
     accumulate_grad_batches: int = 1
     scaler: bool = False  # whether a GradScaler scales the loss

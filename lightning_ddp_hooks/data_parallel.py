@@ -52,7 +52,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         dim: 0.
         process_group: the ranks; None for all.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
-            ``(state, hook)`` by torch's contract; None for the plain mean.
+            ``(state, hook)`` by torch's contract; None for plain all-reduce.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket; None for 1 MiB, or for `bucket_cap_mb` if that is less.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -74,7 +74,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         mixed_precision: None; use ``torch.autocast``.
 
     Raises:
-        RuntimeError: no process group is initialised, or the ranks' models or settings differ.
+        RuntimeError: no process group is initialized, or the ranks' models or settings differ.
         TypeError: an argument of the wrong type.
         ValueError: an argument out of range.
 
@@ -138,7 +138,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._start(settings, process_group, init_sync=init_sync)
 
     def _start(self, settings: Settings, group: comm.ProcessGroup | None, *, init_sync: bool) -> None:
-        # Without a clock of the user's, hooks see the number of synchronised backwards.
+        # Without a clock of the user's, hooks see the number of synchronized backwards.
         self._run = TrainingRun(self.module, settings, process_group=group, step=None, init_sync=init_sync)
         self._by_world_size = True
         self._held: HeldGradients | None = None
@@ -155,7 +155,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._run.reducer
 
     def set_step(self, step: int) -> None:
-        """Set the training step that hooks see; without it they see the number of synchronised backwards.
+        """Set the training step that hooks see; without it they see the number of synchronized backwards.
 
         Raises:
             TypeError: not an int.
@@ -222,7 +222,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may run out of data at different times; enter it on all ranks.
 
-        A rank that leaves the loop early shadows the others: in each of their synchronised backwards it sends zeros
+        A rank that leaves the loop early shadows the others: in each of their synchronized backwards it sends zeros
         (once, what it accumulated under `no_sync`) through the registered hook. In the end it takes over parameters and
         buffers of a rank that ran out last. What its optimizer holds, such as momentum, stays as it was.
 

@@ -69,13 +69,13 @@ class TrainingRun:
         agree_on: Mapping[str, object] | None = None,  # further settings that are the same on all ranks, by name
         restored: Mapping[str, Any] | None = None,  # as `read_training_state` returns it
         init_sync: bool = True,  # rank 0's parameters and buffers are sent to all ranks
-        step: int | None = 0,  # the first; None counts synchronised backwards until a step is set
+        step: int | None = 0,  # the first; None counts synchronized backwards until a step is set
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.module = module
         self.settings = settings
         self.driver: OptimizerDriver | None = None
-        self.windowed_backwards = 0  # synchronised backwards that have run under `backward`
+        self.windowed_backwards = 0  # synchronized backwards that have run under `backward`
         self.failed = self._broken = False  # after an error: nothing collective is done any more
         self.closed = False  # another run, or none, has the module's parameters now
         self.optimizers = optimizers if clock is None else clock.optimizers

@@ -34,7 +34,7 @@ def _in_state(peers: Mapping[int, PeerStatus], state: State) -> list[int]:
 
 
 def deadlocked(progress: Progress, peers: Mapping[int, PeerStatus], world_size: int, idle_s: float) -> bool:
-    """Tell whether all ranks wait for each other, but not for the same thing, and so would wait for ever.
+    """Tell whether all ranks wait for each other, but not for the same thing, and so would wait forever.
 
     A rank that says what it waits for has done its part of that, and does nothing else until the others have. (A rank
     that is in a backward may also be computing, but then it has buckets to send that no other rank has got past.) Ranks
@@ -109,7 +109,7 @@ def failure_report(
     lines = lines or resignations(peers)
     nobody_failed = not lines
     if nobody_failed and are_deadlocked:
-        lines.append("The ranks have parted ways: they wait for different things, and would do so for ever.")
+        lines.append("The ranks have parted ways: they wait for different things, and would do so forever.")
         lines += [f"Rank {other} is at {place}." for other, place in places.items()]
     elif nobody_failed:
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")

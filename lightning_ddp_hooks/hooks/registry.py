@@ -23,7 +23,7 @@ def short_name(hook: CommHook) -> str | None:
 
 
 def resolve_hook(hook: HookLike | None) -> CommHook | None:
-    """Return the declaration for what the user gave; None for the plain mean, which needs no hook."""
+    """Return the declaration for what the user gave; None for plain all-reduce, which needs no hook."""
     if hook is None or isinstance(hook, CommHook):
         return None if hook is None or hook.is_plain_mean else hook
     if isinstance(hook, str):
@@ -52,7 +52,7 @@ def resolve_hook(hook: HookLike | None) -> CommHook | None:
 
 
 def parts_of(hook: CommHook | None) -> Iterator[CommHook]:
-    """Walk a declaration and those that it is composed of; nothing for the plain mean."""
+    """Walk a declaration and those that it is composed of; nothing for plain all-reduce."""
     if hook is None:
         return
     yield hook
@@ -83,7 +83,7 @@ def first_difference(hooks: Iterable[HookLike | None]) -> int | None:
 
 
 def late_starts(hook: CommHook | None) -> list[tuple[str, str, int]]:
-    """Return the parts of a declaration that are the plain mean at first: name, setting, and step where they begin."""
+    """Return the parts of a declaration that are plain all-reduce at first: name, setting, first step."""
     named = [(part, part.delayed_by) for part in parts_of(hook) if part.delayed_by is not None]
     late = [(type(part).__name__, setting, getattr(part, setting, None)) for part, setting in named]
     return [(name, setting, start) for name, setting, start in late if isinstance(start, int) and start > 0]

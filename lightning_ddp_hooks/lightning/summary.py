@@ -113,7 +113,7 @@ def without_effect(
     for name, setting, start in late_starts(hook):
         if start >= steps:
             yield (
-                f"The hook {name} is the plain mean up to step {start}, and this fit has {steps:.0f} steps: set "
+                f"The hook {name} is plain all-reduce up to step {start}, and this fit has {steps:.0f} steps: set "
                 f"`{setting}` lower for it to do anything."
             )
     if averager is not None and averager.warmup_steps >= steps:
@@ -131,7 +131,7 @@ def without_effect(
         yield "The hook Noop exchanges no gradients: each rank trains a model of its own, and that of rank 0 is saved."
     elif isinstance(hook, PostLocalSGD) and subgroups == 1:
         yield (
-            "The hook PostLocalSGD has one subgroup of all ranks, and so is the plain mean in every step: set "
+            "The hook PostLocalSGD has one subgroup of all ranks, and so is plain all-reduce in every step: set "
             "`subgroup_size` or `subgroups` for it to do anything."
         )
     elif averager is None and isinstance(hook, PostLocalSGD) and (replicas_differ_from(hook) or 0) < steps:

@@ -31,7 +31,7 @@ def hook_with_zero_step(
 
     They overlap with the reductions that are still under way, which suits networks that are slow beside the
     computation. Every iteration updates, also the first. Register the result with the wrapper that was given; each
-    synchronised backward is a step then.
+    synchronized backward is a step then.
 
     Args:
         hook: Reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
