@@ -81,7 +81,7 @@ def traffic_texts(
     if isinstance(averager, HierarchicalModelAverager):
         levels = averager.period_group_size_dict.items()
         texts["averager"].append(", ".join(f"every {period} steps over {size} ranks" for period, size in levels))
-    elif (period := getattr(averager, "period", None)) is not None:
+    elif isinstance(period := getattr(averager, "period", None), int):
         share = sent_share(resolve_hook(averager.comm_hook), params) if isinstance(averager, DiLoCo) else 1.0
         texts["averager"].append(f"every {period} steps")
         texts["averager"] += [] if share is None else [f"about {of_plain(share / period)}"]
