@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "advise": "predict which hook is fastest on your network",
     "bench": "measure which hook is fastest on your network",
+    "compare": "compare the reports of two runs",
     "doctor": "check versions, backends, ranks, link, clocks and the native build",
     "build-native": "compile the native reducer",
 }

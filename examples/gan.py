@@ -1,4 +1,4 @@
-"""A GAN on handwritten digits: manual optimisation, two optimizers, and no flag for unused parameters.
+"""A GAN on handwritten digits: manual optimization, two optimizers, and no flag for unused parameters.
 
     python examples/gan.py
     python examples/gan.py --epochs 60      # digits that one can read, after about a minute

@@ -1,4 +1,4 @@
-"""Two processes with shards of very different size: no sample is dropped or repeated, and nobody waits for ever.
+"""Two processes with shards of very different size: no sample is dropped or repeated, and nobody waits forever.
 
     python examples/uneven_shards.py
     python examples/uneven_shards.py --policy stop      # ends each epoch with the smaller shard

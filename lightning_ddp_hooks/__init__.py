@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ddp_hooks import _lightning_package, averaging, hooks, join, optim
 from lightning_ddp_hooks.data_parallel import DataParallel, DistributedDataParallel
+from lightning_ddp_hooks.model_monitor import ModelMonitor
 from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.reducer.bucket import GradBucket
 
@@ -26,6 +27,7 @@ __all__ = [
     "FSDPHooksStrategy",
     "FabricDDPHooksStrategy",
     "GradBucket",
+    "ModelMonitor",
     "__version__",
     "averaging",
     "callbacks",

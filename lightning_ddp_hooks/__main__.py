@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_ddp_hooks import __version__
-from lightning_ddp_hooks.cli import advise, bench, doctor
+from lightning_ddp_hooks.cli import advise, bench, compare, doctor
 from lightning_ddp_hooks.reducer.native import build
 
 
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_ddp_hooks", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (advise, bench, doctor):
+    for command in (advise, bench, compare, doctor):
         command.add_parser(commands)
     native = commands.add_parser(
         "build-native",

@@ -65,7 +65,7 @@ def uses_older_names() -> bool:
 
 
 def load() -> None:
-    """Import the package; what waits for that, such as our strategies' names, is there afterwards."""
+    """Import the package; what waits for that, such as our strategies' names, is there afterward."""
     importlib.import_module("pytorch_lightning" if uses_older_names() else "lightning")
 
 

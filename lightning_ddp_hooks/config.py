@@ -99,9 +99,9 @@ class Settings(ReducerConfig):
     def check(self) -> None:
         """Raise if a value is wrong by itself."""
         self.reducer_config()
-        if not isinstance(self.optimizer_in_hook, OptimizerInHook | None):
-            got = type(self.optimizer_in_hook).__name__
-            raise TypeError(f"Expected an OptimizerInHook for `optimizer_in_hook`, got {got}.")
+        optimizer: object = self.optimizer_in_hook
+        if optimizer is not None and not isinstance(optimizer, OptimizerInHook):
+            raise TypeError(f"Expected an OptimizerInHook for `optimizer_in_hook`, got {type(optimizer).__name__}.")
         for name in ("average_before_eval", "detect_nonfinite", "check_logged_values"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"Expected True or False for `{name}`, got {value!r}.")
@@ -147,7 +147,7 @@ class FitSettings(Settings):
 
     policy: str | None = None  # of `UnevenInputs`, as the divisor; None without it
     divisor: str | None = None
-    manual: bool = False  # optimisation
+    manual: bool = False  # optimization
     gradient_clip_val: float | None = None  # the Trainer's, as the next one
     accumulate_grad_batches: int = 1
     scaler: bool = False  # whether a GradScaler scales the loss

@@ -147,9 +147,9 @@ RULES: tuple[ConflictRule, ...] = (
         "use `OptimizerInHook(shard=True, overlap=False)`, or set one of them.",
     ),
     ConflictRule(
-        ("steps while gradients come", "manual optimisation"),
+        ("steps while gradients come", "manual optimization"),
         lambda s: s.steps_early and s.manual,
-        "In manual optimisation the steps are yours to make, but `optimizer_in_hook` makes them while gradients come: "
+        "In manual optimization the steps are yours to make, but `optimizer_in_hook` makes them while gradients come: "
         f"{TWO_PHASES}",
     ),
     ConflictRule(
@@ -171,25 +171,25 @@ RULES: tuple[ConflictRule, ...] = (
         f"{TWO_PHASES}",
     ),
     ConflictRule(
-        ("manual optimisation", 'skip_missing_loss="all"'),
+        ("manual optimization", 'skip_missing_loss="all"'),
         lambda s: s.manual and s.skip_missing_loss == "all",
-        '`skip_missing_loss="all"` skips the step of automatic optimisation; in manual optimisation the steps are '
+        '`skip_missing_loss="all"` skips the step of automatic optimization; in manual optimization the steps are '
         "yours: agree on skipping one by `self.all_gather` or `trainer.strategy.reduce_boolean_decision`.",
     ),
     ConflictRule(
-        ("manual optimisation", "gradient_clip_val"),
+        ("manual optimization", "gradient_clip_val"),
         lambda s: s.manual and s.gradient_clip_val,
         "Automatic gradient clipping is not supported for manual optimization.",
         by="Lightning's",
     ),
     ConflictRule(
-        ("manual optimisation", "accumulate_grad_batches"),
+        ("manual optimization", "accumulate_grad_batches"),
         lambda s: s.manual and s.accumulate_grad_batches != 1,
         "Automatic gradient accumulation is not supported for manual optimization.",
         by="Lightning's",
     ),
     ConflictRule(
-        ("manual optimisation", 'accumulation="exact"'),
+        ("manual optimization", 'accumulation="exact"'),
         lambda s: s.manual and s.accumulation == "exact",
         '`accumulation="exact"` has no effect: in manual optimization the windows are yours.',
         verdict="no effect",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         dim: 0.
         process_group: the ranks; None for all.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
-            ``(state, hook)`` by torch's contract; None for the plain mean.
+            ``(state, hook)`` by torch's contract; None for plain all-reduce.
         bucket_cap_mb: size at which a bucket is closed, in MiB; ``"auto"`` picks it by the link as measured.
         first_bucket_mb: the same for the first bucket; None for 1 MiB, or for `bucket_cap_mb` if that is less.
         gradient_as_bucket_view: let ``.grad`` be a slice of the bucket: no second copy of the gradients.
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         mixed_precision: None; use ``torch.autocast``.
 
     Raises:
-        RuntimeError: no process group is initialised, or the ranks' models or settings differ.
+        RuntimeError: no process group is initialized, or the ranks' models or settings differ.
         TypeError: an argument of the wrong type.
         ValueError: an argument out of range.
 
@@ -147,7 +147,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._start(settings, process_group, init_sync=init_sync)
 
     def _start(self, settings: Settings, group: comm.ProcessGroup | None, *, init_sync: bool) -> None:
-        # Without a clock of the user's, hooks see the number of synchronised backwards.
+        # Without a clock of the user's, hooks see the number of synchronized backwards.
         self._run = TrainingRun(self.module, settings, process_group=group, step=None, init_sync=init_sync)
         self._by_world_size = True
         self._held: HeldGradients | None = None
@@ -165,7 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._run.reducer
 
     def set_step(self, step: int) -> None:
-        """Set the training step that hooks see; without it they see the number of synchronised backwards.
+        """Set the training step that hooks see; without it they see the number of synchronized backwards.
 
         Raises:
             TypeError: not an int.
@@ -189,7 +189,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._run.after_forward(output)
         return output
 
-    def register_comm_hook(self, state: object, hook: HookLike | Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: Any) -> None:
         """Replace plain all-reduce by ``hook(state, bucket) -> Future[Tensor] | Tensor``, called for each full bucket.
 
         With a state of None, ``hook`` may also be a short name or a `CommHook`.
@@ -201,6 +201,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if (declared := resolve_hook((state, hook))) is not None:
             self._run.install_hook(declared)
+
+    def comm_hook_state_dict(self) -> dict[str, Any]:
+        """Return the step and the state of the hook (such as its error memory), to save beside model and optimizer.
+
+        Call it on all ranks; it is the same on all of them, and loads with ``weights_only=True``.
+        """
+        return self._run.state_dict()
+
+    def load_comm_hook_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `comm_hook_state_dict` returned, at any number of ranks; call it on all ranks.
+
+        Raises:
+            ValueError: the state is another hook's, or damaged.
+        """
+        self._run.load_state_dict(state)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without communication; the first backward of a later forward reduces them all."""
@@ -216,7 +231,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may run out of data at different times; enter it on all ranks.
 
-        A rank that leaves the loop early shadows the others: in each of their synchronised backwards it sends zeros
+        A rank that leaves the loop early shadows the others: in each of their synchronized backwards it sends zeros
         (once, what it accumulated under `no_sync`) through the registered hook. In the end it takes over parameters and
         buffers of a rank that ran out last. What its optimizer holds, such as momentum, stays as it was.
 

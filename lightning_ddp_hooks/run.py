@@ -69,13 +69,13 @@ class TrainingRun:
         agree_on: Mapping[str, object] | None = None,  # further settings that are the same on all ranks, by name
         restored: Mapping[str, Any] | None = None,  # as `read_training_state` returns it
         init_sync: bool = True,  # rank 0's parameters and buffers are sent to all ranks
-        step: int | None = 0,  # the first; None counts synchronised backwards until a step is set
+        step: int | None = 0,  # the first; None counts synchronized backwards until a step is set
         warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.module = module
         self.settings = settings
         self.driver: OptimizerDriver | None = None
-        self.windowed_backwards = 0  # synchronised backwards that have run under `backward`
+        self.windowed_backwards = 0  # synchronized backwards that have run under `backward`
         self.failed = self._broken = False  # after an error: nothing collective is done any more
         self.closed = False  # another run, or none, has the module's parameters now
         self.optimizers = optimizers if clock is None else clock.optimizers
@@ -85,6 +85,7 @@ class TrainingRun:
         self.sync = True
         self._stepping = self._awaits_backward = self._warned = False
         self._backwards_at_step = 0
+        self._backwards_before = 0  # those of the run that this one goes on from, where they are the steps
         self._weights_loaded = False
         self._at_close = ExitStack()
         self.reducer = Reducer(
@@ -258,7 +259,7 @@ class TrainingRun:
     @property
     def step(self) -> int:
         """The training step that comes next."""
-        return self.reducer.synced_backwards if self._step is None else self._step
+        return self._backwards_before + self.reducer.synced_backwards if self._step is None else self._step
 
     @step.setter
     def step(self, step: int) -> None:
@@ -405,7 +406,10 @@ class TrainingRun:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with clock and hook's state of a checkpoint, as `read_training_state` returns them."""
-        self.step = int(state["step"])
+        if self._step is None:
+            self._backwards_before = int(state["step"]) - self.reducer.synced_backwards
+        else:
+            self.step = int(state["step"])
         self.hook.restore(state)
         self._restore_scale(state)
         if self.averaging is not None:

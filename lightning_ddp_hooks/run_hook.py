@@ -25,7 +25,7 @@ from lightning_ddp_hooks.reducer.stream import DeferredRead, start_read
 
 
 class RunHook:
-    """What reduces the gradients of a run; the plain mean until a hook is installed."""
+    """What reduces the gradients of a run; plain all-reduce until a hook is installed."""
 
     def __init__(
         self,

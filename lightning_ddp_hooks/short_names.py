@@ -24,10 +24,10 @@ class _ShortName:
         return cls._made(**settings)
 
 
-def add_short_name(names: dict[str, Callable[..., T]], name: str, cls: type[T], **defaults: Any) -> None:
+def add_short_name(names: dict[str, Callable[..., T]], name: str, cls: Callable[..., T], **defaults: Any) -> None:
     """Let a name stand for a class, with defaults of its own; ``names`` holds those of one argument."""
-    bases = (cls, _ShortName)  # in this order types are looked up where the class was defined
-    inside = {"_made": staticmethod(lambda **given: cls(**{**defaults, **given}))}
+    bases: Any = (cls, _ShortName)  # in this order types are looked up where the class was defined
+    inside: dict[str, Any] = {"_made": staticmethod(lambda **given: cls(**{**defaults, **given}))}
     inside |= {"__module__": __name__, "__doc__": cls.__doc__}
     if defaults:  # a command line reads them off the signature
         types = get_type_hints(cls)

@@ -69,7 +69,7 @@ def _no_leaked_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("the test left the default process group initialised")
+        pytest.fail("the test left the default process group initialized")
 
 
 @pytest.fixture(autouse=True)

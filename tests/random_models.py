@@ -1,4 +1,4 @@
-"""Random models with random behaviour of each rank, as `odd_models.Case`s: for the property test and the long soak."""
+"""Random models with random behavior of each rank, as `odd_models.Case`s: for the property test and the long soak."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -63,7 +63,7 @@ class _Outcome:
 def run_ranks(fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0) -> list[Any]:
     """Run ``fn(*args)`` on every rank of a fresh gloo world and return the results in rank order.
 
-    Inside ``fn`` the process group is initialised and the environment is that of torchrun, so that a Trainer joins
+    Inside ``fn`` the process group is initialized and the environment is that of torchrun, so that a Trainer joins
     this world instead of launching one. The environment variables, working directory and warning filters of the
     calling test hold there too. ``LDH_TEST_BACKEND`` names another backend than gloo. Random numbers start from the
     same seed on each rank.

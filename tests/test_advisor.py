@@ -52,8 +52,8 @@ def test_rounding_is_recommended_where_ranges_do_not_overlap() -> None:
     advice = advise([_option("mean", "none", 2.0, 1.0), *rounding])
     assert advice.option.name == "int8"
     assert advice.because == (
-        "A step takes 1330 to 1820 ms instead of 1900 to 2600 ms with the plain mean, which waits 50% of the time for "
-        "the network."
+        "A step takes 1330 to 1820 ms instead of 1900 to 2600 ms with plain all-reduce, which waits 50% of the time "
+        "for the network."
     )
 
 

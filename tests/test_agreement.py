@@ -32,7 +32,7 @@ def test_what_no_rank_can_repair_raises_by_name(reports: list[RankReport], polic
         resolve(reports, NAMES, policy)
 
 
-def test_manual_optimisation_may_leave_out_the_same_everywhere() -> None:
+def test_manual_optimization_may_leave_out_the_same_everywhere() -> None:
     assert resolve([report(0, 1), report(0, 1)], NAMES, UnusedPolicy.ALIKE).unused == {0, 1}
 
 

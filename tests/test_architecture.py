@@ -15,11 +15,11 @@ LAYERS = [
     ["__init__", "__main__"],
     ["cli"],
     ["lightning", "callbacks"],
-    ["data_parallel", "torch_arguments", "fsdp"],
+    ["data_parallel", "torch_arguments", "fsdp", "model_monitor"],
     ["run"],
     ["run_hook", "optimizer_clock"],
     ["checkpoint"],
-    ["conflicts"],
+    ["conflicts", "describe"],
     ["config"],
     ["optim"],
     ["join"],
@@ -124,7 +124,7 @@ def test_nothing_unpickles_or_listens(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_tensors_are_made_in_a_dtype_that_is_named(path: Path) -> None:
-    """Else in manual optimisation with `precision="bf16-true"` or `"64-true"` they are made in that one."""
+    """Else in manual optimization with `precision="bf16-true"` or `"64-true"` they are made in that one."""
     if _part(path) not in ("hooks", "averaging", "reducer", "optim", "join", "health"):
         return
     for node in ast.walk(ast.parse(path.read_text())):

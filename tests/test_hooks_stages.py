@@ -96,7 +96,7 @@ def test_a_device_gives_what_the_cpu_gives(make: type[BlockCodec]) -> None:
         for rank in (0, 2):
             reference = run(TwoStageKernels(make()), make(), gradient, False, rank)
             there = run(TwoStageKernels(make()), make(), gradient.cuda(), False, rank)
-            # A device divides and adds in its own order: a value next to a tie may get the neighbouring code.
+            # A device divides and adds in its own order: a value next to a tie may get the neighboring code.
             step = 0.1 * float(gradient.abs().max()) if make is not SignCodec else 1e-5
             torch.testing.assert_close(there["mean"].cpu(), reference["mean"], rtol=1e-5, atol=step)
             assert (there["mean"].cpu() != reference["mean"]).float().mean() < 0.02 or make is SignCodec

@@ -22,6 +22,7 @@ import lightning_ddp_hooks
 from lightning_ddp_hooks import comm
 from lightning_ddp_hooks.__main__ import _parser, main
 from lightning_ddp_hooks.cli import doctor
+from lightning_ddp_hooks.cli.target import _merged
 
 MODULES = """
 import logging
@@ -193,10 +194,29 @@ def test_advise_takes_model_data_and_trainer_from_a_configuration(modules: Path)
     assert figures["profile"]["shapes"][0] == [32, 8]
     # Three micro-batches come before the backward that reduces.
     assert figures["profile"]["before"] > 2 * figures["profile"]["backward"]
+    (modules / "wide.yaml").write_text("model:\n  width: 64\n")
     (modules / "arguments.yaml").write_text("model:\n  width: 16\n")
-    words = ["--config", "arguments.yaml", "--model", "asked_about.Module", "--batch", "asked_about.batch"]
+    words = [
+        "--config",
+        "wide.yaml",
+        "--config",
+        "arguments.yaml",
+        "--model",
+        "asked_about.Module",
+        "--batch",
+        "asked_about.batch",
+    ]
     assert main([*PREDICTED, *words, "--json", "figures.json"]) == 0
     assert json.loads((modules / "figures.json").read_text())["profile"]["shapes"][0] == [16, 8]
+
+
+def test_later_configurations_are_laid_over_earlier_ones() -> None:
+    first = {"model": {"class_path": "a.A", "init_args": {"width": 1, "depth": 2}}, "trainer": {"precision": 16}}
+    later = {"model": {"class_path": "a.A", "init_args": {"width": 3}}, "data": {"class_path": "b.B"}}
+    both = _merged(first, later)
+    assert both["model"] == {"class_path": "a.A", "init_args": {"width": 3, "depth": 2}}
+    assert (both["trainer"], both["data"]) == (first["trainer"], later["data"])
+    assert _merged(both, {"model": {"class_path": "c.C"}})["model"] == {"class_path": "c.C"}
 
 
 @pytest.mark.trainer

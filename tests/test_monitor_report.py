@@ -135,8 +135,8 @@ def test_a_trace_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (seconds_text(0.0411), "41.1 ms"), (seconds_text(0.00087), "870 us"), (seconds_text(2.3), "2.30 s"),
-        (seconds_text(0.0009996), "1.00 ms"), (seconds_text(0), "0 us"), (seconds_text(0.123456), "123 ms"),
+        (seconds_text(0.0411), "41.1 ms"), (seconds_text(0.00087), "870 µs"), (seconds_text(2.3), "2.30 s"),
+        (seconds_text(0.0009996), "1.00 ms"), (seconds_text(0), "0 µs"), (seconds_text(0.123456), "123 ms"),
         (bytes_text(25e6), "25.0 MB"), (bytes_text(999_999), "1.00 MB"), (bytes_text(512), "512 B"),
         (bytes_text(1.234e9), "1.23 GB"), (share_text(0.0756), "7.6%"), (share_text(0.546), "55%"),
         (factor_text(3.984), "3.98\N{MULTIPLICATION SIGN}"), (factor_text(None), "\N{EN DASH}"),
@@ -171,7 +171,7 @@ def said(words: Callable[[RunRecord, Summary], str], step: StepTiming, *, world_
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
-        (step_with((40, 60), (70, 80.5), wait=0.5), "hides behind the backward: waiting takes 500 us of 100 ms"),
+        (step_with((40, 60), (70, 80.5), wait=0.5), "hides behind the backward: waiting takes 500 µs of 100 ms"),
         (step_with((40, 84), (70, 86), (78, 89), wait=9), "82% of the communication hides"),
         (step_with((79, 95), wait=15), "all gradients share one bucket: waiting takes 15.0 ms"),
         (step_with((79, 88), (80, 95), wait=15), "Little of the communication hides"),
@@ -207,7 +207,7 @@ def test_advice_bounds_the_gain() -> None:
         (step_with((75, 85), wait=5, hook=10), True, "than the 5.00 ms of transfer: try a cheaper hook or none."),
         (step_with((40, 60), (75, 85), wait=19, late=(81, 99)), True, "The hook itself takes 18.0 ms of a step"),
         (step_with((40, 60), (75, 76), wait=0, hook=10), False,
-         "Starting to communicate takes 20.0 ms of a step, more than the 0 us of transfer: larger buckets"),
+         "Starting to communicate takes 20.0 ms of a step, more than the 0 µs of transfer: larger buckets"),
         (step_with((75, 76), wait=0, hook=10), False, "a hook would not shorten that"),
         (step_with((40, 95), (75, 96), wait=16, hook=5), True,
          "a hook that sends less than this one, if it computes no longer (10.0 ms of a step) would shorten that."),

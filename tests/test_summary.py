@@ -1,6 +1,7 @@
 """The lines at the start of a fit."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from lightning_ddp_hooks import averaging, hooks, optim
+from lightning_ddp_hooks.describe import brief, declared, mib, sent_share, traffic_texts
 from lightning_ddp_hooks.hooks.registry import SHORT_NAMES, parts_of, resolve_hook
-from lightning_ddp_hooks.lightning.summary import brief, declared, mib, summary_text, without_effect
+from lightning_ddp_hooks.lightning.summary import as_table, summary_rows, without_effect
 
 FACTS = {
     "world_size": 4,
@@ -23,20 +25,55 @@ FACTS = {
 
 
 def test_it_says_who_sends_what() -> None:
-    assert summary_text(FACTS, {"hook": "PowerSGD(rank=1)", "averager": None, "optimizer": "sharded"}).split("\n") == [
-        "lightning_ddp_hooks: 4 ranks over gloo, native reducer",
-        "  gradients   64 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB",
-        "  all-reduce  of them, without hook, would send 96 MiB from each rank",
-        "  hook        PowerSGD(rank=1)",
-        "  optimizer   sharded",
-    ]
+    title, rows = summary_rows(FACTS, {"hook": "PowerSGD(rank=1)", "averager": None, "optimizer": "sharded"})
+    assert title == "lightning_ddp_hooks: 4 ranks over gloo"
+    assert rows == {
+        "gradients": "64 MiB of 150 parameters, in buckets of 1 MiB and then 25 MiB",
+        "plain all-reduce": "would send 96 MiB per rank and step",
+        "hook": "PowerSGD(rank=1)",
+        "optimizer": "sharded",
+        "reducer": "native",
+    }
 
 
 def test_one_rank_sends_nothing() -> None:
-    text = summary_text({**FACTS, "world_size": 1, "first_bucket_bytes": 25 << 20}, {"hook": None})
-    assert "1 rank over gloo" in text
-    assert "in buckets of 25 MiB" in text
-    assert "sends 0 MiB from each rank" in text
+    facts = {**FACTS, "world_size": 1, "first_bucket_bytes": 25 << 20, "backend": "python"}
+    title, rows = summary_rows(facts, {"hook": None})
+    assert "1 rank over gloo" in title
+    assert "in buckets of 25 MiB" in rows["gradients"]
+    assert rows["plain all-reduce"].startswith("sends 0 MiB")
+    assert "build-native" in rows["reducer"]
+
+
+def test_it_is_a_table_with_rich_and_lines_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"hook": "Cast(dtype=[x])", "averager": "DiLoCo()"}
+    assert "hook" in (table := as_table("title", rows))
+    assert "Cast(dtype=[x])" in table  # which is no markup
+    assert len(table.split("\n")) == 5
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert as_table("title", rows).split("\n") == ["title", "  hook      Cast(dtype=[x])", "  averager  DiLoCo()"]
+
+
+def test_it_compares_with_plain_all_reduce() -> None:
+    params = [torch.zeros(64, 128), torch.zeros(128)]
+    total = 64 * 128 + 128
+    for hook, share in (
+        ("bf16", 1 / 2),
+        ("int8", (1 + 4 / hooks.BlockQuantize().block_size) / 4),
+        (hooks.PowerSGD(rank=2, start_iter=7), (2 * (64 + 128) + 128) / total),
+        (hooks.Cast(hooks.PowerSGD(rank=2)), (2 * (64 + 128) + 128) / total / 2),
+        (hooks.Cast("int8"), (1 + 4 / hooks.BlockQuantize().block_size) / 4),
+        ("onebit", None),
+    ):
+        assert sent_share(resolve_hook(hook), params) == (share and pytest.approx(share)), hook
+    diloco = averaging.DiLoCo(period=50, comm_hook="bf16")
+    texts = traffic_texts(params, 2, hooks.PowerSGD(rank=2, start_iter=7), diloco, optim.OptimizerInHook(shard=True))
+    assert texts["hook"] == ["from step 7 on about 0.062 of plain all-reduce, 2 KiB per rank and step"]
+    assert texts["averager"] == ["every 50 steps", "about 0.01 of plain all-reduce, 0.33 KiB per rank and step"]
+    assert texts["optimizer"] == ["each rank keeps the state of 16.2 KiB of the parameters"]
+    groups = averaging.HierarchicalModelAverager(period_group_size_dict={4: 2, 16: 4})
+    (text,) = traffic_texts(params, 4, None, groups, None)["averager"]
+    assert text == "every 4 steps over 2 ranks, every 16 steps over 4 ranks"
 
 
 def test_sizes_have_as_many_digits_as_they_need() -> None:

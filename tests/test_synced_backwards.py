@@ -161,10 +161,10 @@ def _one_output_left_out(backend: str, warm: int, ranks: list[int], steps: bool)
 def test_an_output_without_a_backward_raises_on_all_ranks_before_the_step(
     backend: str, warm: int, ranks: list[int], steps: bool
 ) -> None:
-    for rank, (backward, afterwards, unchanged) in enumerate(
+    for rank, (backward, afterward, unchanged) in enumerate(
         run_ranks(_one_output_left_out, backend, warm, ranks, steps)
     ):
-        text = afterwards if rank in ranks else backward
+        text = afterward if rank in ranks else backward
         assert "Parameters got no gradient in this backward" in text
         assert "'b.weight' on rank" in text
         assert unchanged or rank not in ranks

@@ -30,6 +30,11 @@ def beside_progress_bar() -> Iterator[None]:
             handler.setStream(stream)
 
 
+def inside_fabrics(model: object) -> object:
+    """Return what Fabric's own wrapper, the outermost, is around; None if it is none."""
+    return getattr(model, "_forward_module", None)
+
+
 def averages_by_itself(strategy: object) -> bool:
     """Tell whether Lightning's `DDPStrategy` has been told to average models itself."""
     return getattr(strategy, "_model_averaging_period", None) is not None

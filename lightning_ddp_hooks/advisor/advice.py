@@ -92,10 +92,10 @@ def _because(plain: Option, chosen: Option, rivals: Sequence[Option]) -> str:
     waits = plain.predicted.exposed / plain.predicted.step
     if chosen is not plain:
         return (
-            f"A step takes {span_text(chosen)} ms instead of {span_text(plain)} ms with the plain mean, which waits "
+            f"A step takes {span_text(chosen)} ms instead of {span_text(plain)} ms with plain all-reduce, which waits "
             f"{waits:.0%} of the time for the network."
         )
-    text = f"The plain mean waits {ms_text(plain.predicted.exposed)} of {ms_text(plain.predicted.step)} ms"
+    text = f"Plain all-reduce waits {ms_text(plain.predicted.exposed)} of {ms_text(plain.predicted.step)} ms"
     if waits < 0.05:
         return f"{text}: there is next to nothing to gain. Plain all-reduce is best."
     if not rivals:

@@ -29,7 +29,7 @@ from lightning_ddp_hooks.traffic import Collective
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What each rank has towards the others."""
+    """What each rank has toward the others."""
 
     latency: float  # seconds until an empty message has arrived, including the time that software takes
     bandwidth: float  # bytes per second in each direction

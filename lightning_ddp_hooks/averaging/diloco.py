@@ -204,7 +204,7 @@ class _BoundDiLoCo(BoundAverager):
         if not self.replicas_equal and not self._outer_steps and comm.rank(self.group) == 0:
             log.warning(
                 f"Training ends at step {self.step}, before the first outer step of DiLoCo "
-                f"(period={self._diloco.period}): the global model holds nothing of what the replicas have learnt "
+                f"(period={self._diloco.period}): the global model holds nothing of what the replicas have learned "
                 f"since step {self._diloco.warmup_steps}."
             )
         super().finish()

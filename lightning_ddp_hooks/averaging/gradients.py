@@ -14,7 +14,7 @@ from lightning_ddp_hooks.hooks.registry import parts_of
 
 
 def contradiction(averager: ModelAverager, hook: CommHook | None) -> str | None:
-    """Say why a hook (None for the plain mean) does not go with an averager; None if it does."""
+    """Say why a hook (None for plain all-reduce) does not go with an averager; None if it does."""
     start, name = _local_from(hook), type(averager).__name__
     if start is not None and start != averager.warmup_steps:
         return (

@@ -1,6 +1,7 @@
 """Short names of model averagers."""
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.averaging.diloco import DiLoCo
@@ -22,11 +23,12 @@ add_short_name(AVERAGERS, "diloco", DiLoCo)
 
 def resolve_averager(averager: AveragerLike | None) -> ModelAverager | None:
     """Return the averager that the user gave, or that a short name stands for."""
-    if averager is None or isinstance(averager, ModelAverager):
-        return averager
-    if isinstance(averager, str):
-        if averager not in AVERAGERS:
-            raise ValueError(f"Unknown averager {averager!r}; known names: {known_names(AVERAGERS)}.")
-        return AVERAGERS[averager]()
-    got = f"the class {averager.__name__}; make one" if isinstance(averager, type) else type(averager).__name__
+    given: Any = averager
+    if given is None or isinstance(given, ModelAverager):
+        return given
+    if isinstance(given, str):
+        if given not in AVERAGERS:
+            raise ValueError(f"Unknown averager {given!r}; known names: {known_names(AVERAGERS)}.")
+        return AVERAGERS[given]()
+    got = f"the class {given.__name__}; make one" if isinstance(given, type) else type(given).__name__
     raise TypeError(f"Expected a ModelAverager or its short name for `averager`, got {got}.")

@@ -97,7 +97,7 @@ class _BoundSlowMo(BoundAverager):
                 self._momentum[index] = torch.zeros_like(self._outer.values[index], requires_grad=False)
                 continue
             param, rate = self.context.params[index], rates.get(id(self.context.params[index]), 1.0)
-            if rate == 0.0:  # nothing was learnt in this period, so there is no direction to remember either
+            if rate == 0.0:  # nothing was learned in this period, so there is no direction to remember either
                 start.copy_(param)
                 continue
             moved = (start - param).div_(rate)

@@ -184,8 +184,9 @@ def _bench_words(args: argparse.Namespace, bucket_cap_mb: float | None) -> list[
     """Return what is typed after ``python -m lightning_ddp_hooks``; None for the default bucket size."""
     words = ["bench"]
     for option in ("model", "data", "config", "batch"):
-        if (value := getattr(args, option)) is not None:
-            words += [f"--{option}", str(value)]
+        value = getattr(args, option)
+        for one in value if isinstance(value, list) else [value] if value is not None else []:
+            words += [f"--{option}", str(one)]
     if tuple(args.hooks) != DEFAULT:
         words += ["--hooks", *args.hooks]
     if bucket_cap_mb is not None:

@@ -176,7 +176,7 @@ def rank_findings(group: comm.ProcessGroup, device: torch.device, checkpoints: P
         comm.destroy_group(control)
     link = measure_link(group, device)
     slow = 8 * link.bandwidth < 2e9
-    speed = f"{bandwidth_text(link.bandwidth)}, {1e6 * link.latency:.0f} us a message ({comm.backend_name(group)})"
+    speed = f"{bandwidth_text(link.bandwidth)}, {1e6 * link.latency:.0f} µs a message ({comm.backend_name(group)})"
     hint = "; slow: ask `advise` which hook helps" if slow else ""
     return [*findings, Finding("warn" if slow else "ok", "link", f"{speed}{hint}")]
 

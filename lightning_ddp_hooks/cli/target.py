@@ -32,15 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="class path of the LightningModule, or of a function that makes one")  # fmt: skip
     group.add_argument("--data", metavar="PKG.DATA", help="class path of the LightningDataModule; without it the "
                        "module's own train_dataloader is used")  # fmt: skip
-    group.add_argument("--config", type=Path, metavar="YAML", help="configuration of a LightningCLI: its `model` and "
-                       f"`data`, and of `trainer`: {', '.join(_TAKEN_OVER)}")  # fmt: skip
+    group.add_argument("--config", type=Path, action="append", default=[], metavar="YAML",
+                       help="configuration of a LightningCLI: its `model` and `data`, and of `trainer`: "
+                       f"{', '.join(_TAKEN_OVER)}; of several, later ones change earlier ones")  # fmt: skip
     group.add_argument("--batch", metavar="PKG.FUNCTION", help="function that makes one batch, which each step is then "
                        "given, instead of loading data")  # fmt: skip
 
 
 def load_target(args: argparse.Namespace) -> Target:
     """Find what the options name; a ValueError says what to do where something cannot be found or made."""
-    config = _read(args.config) if args.config is not None else {}
+    config: dict[str, Any] = {}
+    for path in args.config:
+        config = _merged(config, _read(path))
     model_class, data_class, batch = (
         None if getattr(args, option) is None else _find(getattr(args, option), f"--{option}")
         for option in ("model", "data", "batch")
@@ -105,6 +108,15 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"--config {path}: expected a mapping with `model`, got {type(config).__name__}.")
     return config.get("fit", config)  # type: ignore[no-any-return]
+
+
+def _merged(config: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Lay one configuration over another; arguments of another class are not kept."""
+    if "class_path" in later and later["class_path"] != config.get("class_path"):
+        return later
+    both = {key: _merged(config[key], value) for key, value in later.items()
+            if isinstance(value, dict) and isinstance(config.get(key), dict)}  # fmt: skip
+    return {**config, **later, **both}
 
 
 def make_object(maker: Any, section: Any, key: str, base: type) -> Any:

@@ -64,7 +64,7 @@ def start_detector(
         return None
 
     def exit_process(code: int) -> None:
-        """End this process and those that it has started: one that was stopped would stay for ever."""
+        """End this process and those that it has started: one that was stopped would stay forever."""
         if children := getattr(launcher(), "procs", None):
             time.sleep(1)  # they may be writing their reports
             for child in children:

@@ -34,7 +34,7 @@ def _in_state(peers: Mapping[int, PeerStatus], state: State) -> list[int]:
 
 
 def deadlocked(progress: Progress, peers: Mapping[int, PeerStatus], world_size: int, idle_s: float) -> bool:
-    """Tell whether all ranks wait for each other, but not for the same thing, and so would wait for ever.
+    """Tell whether all ranks wait for each other, but not for the same thing, and so would wait forever.
 
     A rank that says what it waits for has done its part of that, and does nothing else until the others have. (A rank
     that is in a backward may also be computing, but then it has buckets to send that no other rank has got past.) Ranks
@@ -118,7 +118,7 @@ def failure_report(
     lines = lines or resignations(peers)
     nobody_failed = not lines
     if nobody_failed and are_deadlocked:
-        lines.append("The ranks have parted ways: they wait for different things, and would do so for ever.")
+        lines.append("The ranks have parted ways: they wait for different things, and would do so forever.")
         lines += [f"Rank {other} is at {place}." for other, place in places.items()]
     elif nobody_failed:
         lines.append("A collective failed or timed out, but no rank is known to have failed: did ranks part ways?")
@@ -132,12 +132,17 @@ def failure_report(
     for other in failed:
         error = peers[other].heartbeat.text.rstrip().splitlines()
         lines += [f"The error of rank {other}:", *(f"  {line}" for line in error)]
+    # What many read is the last line.
+    told = peers[failed[0]].heartbeat.text.strip() if failed else ""
+    whose = f"rank {failed[0]} failed: {told.splitlines()[-1].strip()}" if told else lines[0].splitlines()[0]
+    lines.append(f"In short: {whose}")
     return "\n".join(lines)
 
 
 def attach_report(error: BaseException, report: str) -> None:
     """Put a report in front of an error's text; add it as a note if the error has no text."""
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{report}\nWhat failed here: {error.args[0]}", *error.args[1:])
+        told, _, verdict = report.rpartition("\n")
+        error.args = (f"{told}\nWhat failed here: {error.args[0]}\n{verdict}", *error.args[1:])
     elif hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(report)

@@ -1,4 +1,4 @@
-"""The plain mean over the ranks, and no mean at all."""
+"""Plain all-reduce over the ranks, and no exchange at all."""
 
 # No postponed annotations: torch's DDP looks at those of the functions when it is given one.
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ class BlockQuantize(ReplicatingHook):
     """Sends 8 bits per gradient and stage, with a float32 scale for each block, and sums in float32.
 
     Each rank quantises its bucket and sends each rank one chunk; that rank decodes and sums what it gets, quantises the
-    sum and sends it to all. So a value is quantised twice, whatever the number of ranks, and the volume stays that of a
+    sum and sends it to all. So a value is quantized twice, whatever the number of ranks, and the volume stays that of a
     ring all-reduce of 8 bit numbers: ``2 (1 + 4 / block_size)`` bytes per element times ``(world_size - 1) /
     world_size`` (2.03 times it with blocks of 256; 8 for float32 all-reduce).
 

@@ -156,7 +156,7 @@ class CommHook(ABC):
 
     Attributes:
         is_plain_mean: Whether it is the mean that the reducer itself computes, faster than through a hook.
-        delayed_by: Name of its setting for the step up to which it is the plain mean, or None.
+        delayed_by: Name of its setting for the step up to which it is plain all-reduce, or None.
         sized_by: Name of its setting for how much it sends, or None.
     """
 

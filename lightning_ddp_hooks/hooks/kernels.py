@@ -1,4 +1,4 @@
-"""Quantisation of blocks of gradients, in vectorised torch operations; no state and no communication.
+"""Quantization of blocks of gradients, in vectorized torch operations; no state and no communication.
 
 A codec turns the values of each block into one scale and a few bytes:
 
@@ -131,7 +131,7 @@ class Float8Codec(BlockCodec):
         """Quantise."""
         _normalize_(values, scales, self.largest)
         if noise is not None:
-            # To the neighbouring codes below and above. Their distance is 2**(exponent - 3), and 2**-9 below 2**-6; as
+            # To the neighboring codes below and above. Their distance is 2**(exponent - 3), and 2**-9 below 2**-6; as
             # a float32 it is made from the exponent bits, which takes a tenth of the time of frexp and ldexp.
             exponent = values.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF).clamp_(min=127 - 6)
             spacing = exponent.sub_(3).bitwise_left_shift_(23).view(torch.float32)

@@ -194,7 +194,7 @@ class Rows:
         flat.mul_(self._inverse_lengths(flat, epsilon).index_select(0, self._row_of))
 
     def normalize_or_replace_(self, flat: Tensor, substitute: Tensor) -> None:
-        """The same, but rows of ``substitute`` take the place of rows of zeros, which would stay zero for ever."""
+        """The same, but rows of ``substitute`` take the place of rows of zeros, which would stay zero forever."""
         inverse = self._inverse_lengths(flat, 0.0)
         flat.mul_(inverse.index_select(0, self._row_of))
         flat.addcmul_(substitute, (inverse == 0).to(flat.dtype).index_select(0, self._row_of))

@@ -30,7 +30,7 @@ class PostLocalSGD(CommHook):
 
     Args:
         start_local_sgd_iter: First step with the subgroup's mean.
-        subgroup_size: Number of ranks of a subgroup, neighbours in the order of ranks; None for those of one host.
+        subgroup_size: Number of ranks of a subgroup, neighbors in the order of ranks; None for those of one host.
         subgroups: Ranks of each subgroup, as ``[[0, 2], [1, 3]]``, in place of ``subgroup_size``.
         post_local_gradient_allreduce: False leaves gradients alone after that step: local SGD without subgroups.
 

@@ -1,4 +1,4 @@
-"""The mean of gradients that were quantised to 8 bits once, by gathering everybody's codes.
+"""The mean of gradients that were quantized to 8 bits once, by gathering everybody's codes.
 
 The protocol of torch's quantization hooks: each rank quantises its bucket to 0 ... 255, all ranks gather all codes and
 scales, and each of them decodes and averages. Here scales, zero points and codes travel in one message:

@@ -23,35 +23,36 @@ def short_name(hook: CommHook) -> str | None:
 
 
 def resolve_hook(hook: HookLike | None) -> CommHook | None:
-    """Return the declaration for what the user gave; None for the plain mean, which needs no hook."""
+    """Return the declaration for what the user gave; None for plain all-reduce, which needs no hook."""
     if hook is None or isinstance(hook, CommHook):
         return None if hook is None or hook.is_plain_mean else hook
     if isinstance(hook, str):
         if hook not in SHORT_NAMES:
             raise ValueError(f"Unknown communication hook {hook!r}; known names: {known_names(SHORT_NAMES)}.")
         return resolve_hook(SHORT_NAMES[hook]())
-    pair: Any = hook  # of two: the type does not say so of a list
-    if isinstance(pair, (tuple, list)) and len(pair) == 2:
-        state, function = pair
-        if isinstance(function, (CommHook, str)):  # as `register_comm_hook` takes them
+    given: Any = hook
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        state, given = given
+        if isinstance(given, (CommHook, str)):  # as `register_comm_hook` takes them
             if state is not None:
-                raise TypeError(f"Expected None for the state of {function!r}, which makes its own, got {state!r}.")
-            return resolve_hook(function)
-        if not callable(function) and callable(state):
+                raise TypeError(f"Expected None for the state of {given!r}, which makes its own, got {state!r}.")
+            return resolve_hook(given)
+        if not callable(given) and callable(state):
             raise TypeError("Expected a pair (state, hook); the callable comes second.")
-        if hasattr(function, "as_comm_hook"):  # a function that stands for a declaration, such as a step in the hook
-            declared: CommHook = function.as_comm_hook(state)
+        if hasattr(given, "as_comm_hook"):  # a function that stands for a declaration, such as a step in the hook
+            declared: CommHook = given.as_comm_hook(state)
             return declared
-        return TorchHook(hook=function, state=state)
-    if isinstance(pair, type):
-        got = f"the class {pair.__name__}; make one, as in {pair.__name__}()"
+        if not (isinstance(given, type) and issubclass(given, CommHook)):
+            return TorchHook(hook=given, state=state)
+    if isinstance(given, type):
+        got = f"the class {given.__name__}; make one, as in {given.__name__}()"
     else:
-        got = f"{type(pair).__name__}{'; wrap a function as (None, function)' if callable(pair) else ''}"
+        got = f"{type(given).__name__}{'; wrap a function as (None, function)' if callable(given) else ''}"
     raise TypeError(f"Expected a short name, a CommHook, a pair (state, hook) or None for `comm_hook`, got {got}.")
 
 
 def parts_of(hook: CommHook | None) -> Iterator[CommHook]:
-    """Walk a declaration and those that it is composed of; nothing for the plain mean."""
+    """Walk a declaration and those that it is composed of; nothing for plain all-reduce."""
     if hook is None:
         return
     yield hook
@@ -82,7 +83,7 @@ def first_difference(hooks: Iterable[HookLike | None]) -> int | None:
 
 
 def late_starts(hook: CommHook | None) -> list[tuple[str, str, int]]:
-    """Return the parts of a declaration that are the plain mean at first: name, setting, and step where they begin."""
+    """Return the parts of a declaration that are plain all-reduce at first: name, setting, first step."""
     named = [(part, part.delayed_by) for part in parts_of(hook) if part.delayed_by is not None]
     late = [(type(part).__name__, setting, getattr(part, setting, None)) for part, setting in named]
     return [(name, setting, start) for name, setting, start in late if isinstance(start, int) and start > 0]

@@ -209,7 +209,7 @@ class DDPHooksStrategy(DDPStrategy):
     def active_group(self) -> comm.ProcessGroup | None:
         """Return the ranks that run the current step, for collectives of your own in a ``*_step``; None means all.
 
-        In manual optimisation a rank that has run out of data replays its last batch, in a group of its own.
+        In manual optimization a rank that has run out of data replays its last batch, in a group of its own.
         """
         return self._inputs.active_group()
 

@@ -1,7 +1,7 @@
-"""The steps of a Trainer's loop as verbs of a training run, in automatic and in manual optimisation.
+"""The steps of a Trainer's loop as verbs of a training run, in automatic and in manual optimization.
 
 begin -> the user's training_step, in `user_step` -> end
-weighted -> with backward(...): the precision plugin's backward      in manual optimisation within the user's step
+weighted -> with backward(...): the precision plugin's backward      in manual optimization within the user's step
 optimizer_step
 
 Gradients of a backward elsewhere (in a callback, in validation) stay on the rank: the reducer expects one in a manual
@@ -147,7 +147,7 @@ class TrainerSteps:
             self._reducer.expects = self._reducer.sync  # until the optimizer steps, if it does
 
     def optimizer_step(self, perform: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]) -> Any:
-        """Make an optimizer's step by ``perform(closure)``; in automatic optimisation it ends the training step."""
+        """Make an optimizer's step by ``perform(closure)``; in automatic optimization it ends the training step."""
         run = self._run
         self._reducer.finalize_pending_backward()
         if self._manual:

@@ -208,3 +208,6 @@ def _other_traffic(record: RunRecord, steps: Sequence[StepTiming]) -> str:
     table = _table(["purpose", "", "per step", "of all"], rows)
     more = f'<p class="sub">Between steps, over the whole run: {bytes_text(between)}.</p>' if between else ""
     return _section("What the bytes were for", "Sent by this rank, in the mean over all steps.", table + more)
+
+
+page, section, table = _page, _section, _table  # for other pages of the same looks

@@ -16,11 +16,11 @@ _HARDLY = 0.05  # up to this share of all waiting, buckets are as good as not wa
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with three significant digits: ``41.0 ms``, ``870 us``, ``2.30 s``."""
+    """Return a duration with three significant digits: ``41.0 ms``, ``870 µs``, ``2.30 s``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if abs(seconds) * factor >= 0.9995:
             return f"{_three(seconds * factor)} {unit}"
-    return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def bytes_text(nbytes: float) -> str:

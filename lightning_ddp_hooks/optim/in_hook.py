@@ -42,7 +42,7 @@ class OptimizerInHook:
     - ``OptimizerInHook(shard=True, interleaved=False)``: the same, but the updates follow the backward and overlap with
       the reductions that are still under way: for networks slower than compute.
     - ``OptimizerInHook(shard=True, overlap=False)``: two phases: backward, then each rank steps its parameters and all
-      exchange them; with gradient clipping, GradScaler, manual optimisation.
+      exchange them; with gradient clipping, GradScaler, manual optimization.
 
     With ``shard=True`` and ``overlap=True`` gradients go to the owners of their parameters alone, unless a
     communication hook compresses them; ``.grad`` is None after the step then. Sums over more than two ranks are rounded
@@ -94,7 +94,7 @@ class OptimizerInHook:
 
 @dataclass(frozen=True, kw_only=True)
 class _StepInHook(CommHook):
-    """A hook that steps the optimizer behind another hook (None: the plain mean).
+    """A hook that steps the optimizer behind another hook (None: plain all-reduce).
 
     Once the parameters have owners, the plain mean is made for those alone. On torch's DDP all phases of a bucket run
     within one call, and parameters get owners when their bucket comes, since its layout is not known before.
@@ -119,7 +119,7 @@ class _StepInHook(CommHook):
 
 
 class _BoundMean(PlainMean, BoundHook):
-    """The plain mean, where a hook is wanted."""
+    """Plain all-reduce, where a hook is wanted."""
 
 
 class _BoundStep(BoundHook):

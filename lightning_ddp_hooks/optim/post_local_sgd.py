@@ -25,7 +25,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
     """Steps a local optimizer, then lets a model averager do what its schedule says.
 
     Use it with gradients that are averaged over all ranks for the averager's ``warmup_steps`` steps and over a
-    subgroup, or not at all, afterwards; see `PostLocalSGD` and ``DataParallel.no_sync``. Construction is collective.
+    subgroup, or not at all, afterward; see `PostLocalSGD` and ``DataParallel.no_sync``. Construction is collective.
 
     Under a GradScaler a step that is skipped on this rank still counts and still averages, so that ranks that train for
     themselves never wait for each other in vain. Given as ``scaler``, it has one scale on all ranks: an overflow on one
@@ -43,7 +43,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         scaler: GradScaler that calls `step`, if there is one.
 
     Raises:
-        RuntimeError: No process group is initialised, or ranks have different scalers; in `step`: a GradScaler calls it
+        RuntimeError: No process group is initialized, or ranks have different scalers; in `step`: a GradScaler calls it
             that was not given.
         TypeError: An argument of the wrong type.
 
@@ -86,7 +86,7 @@ class PostLocalSGDOptimizer(JoinableOptimizer):
         self._scaler = scaler
         self._scale = None if scaler is None else SharedScale(scaler, self._context.group)
         check_same_on_all_ranks([], {"scaler": scaler_text(scaler)}, self._context.control_group)
-        self.averager: BoundAverager = averager.start(self._context)
+        self.averager: BoundAverager = declared.start(self._context)
 
     def _named_params(self) -> tuple[list[str], list[nn.Parameter]]:
         params = list(optimizer_params(self.optim))

@@ -82,7 +82,7 @@ class ShardedOptimizer(JoinableOptimizer):
         optim: The optimizer inside; it shares groups and state with this object.
 
     Raises:
-        RuntimeError: No process group is initialised, or the ranks' parameters differ.
+        RuntimeError: No process group is initialized, or the ranks' parameters differ.
         TypeError: ``optimizer_class`` is not a class of optimizers.
         ValueError: The optimizer cannot be sharded; names it.
 

@@ -31,8 +31,8 @@ def hook_with_zero_step(
     """Have ``hook`` followed by the optimizer's step; the steps follow the backward.
 
     They overlap with the reductions that are still under way, which suits networks that are slow beside the
-    computation. With the plain mean, gradients go to the owners of their parameters alone; see `OptimizerInHook`. Every
-    iteration updates, also the first. Register the result with the wrapper that was given; each synchronised backward
+    computation. With plain all-reduce, gradients go to the owners of their parameters alone; see `OptimizerInHook`. Every
+    iteration updates, also the first. Register the result with the wrapper that was given; each synchronized backward
     is a step then.
 
     Args:

@@ -18,9 +18,9 @@ class UnusedPolicy(Enum):
     """What it means that a trainable parameter got no gradient."""
 
     FORBIDDEN = "forbidden"
-    """An error (the default for automatic optimisation)."""
+    """An error (the default for automatic optimization)."""
     ALIKE = "alike"
-    """Right if it is so on all ranks, else an error (manual optimisation)."""
+    """Right if it is so on all ranks, else an error (manual optimization)."""
     ALLOWED = "allowed"
     """Always right (``find_unused_parameters=True``)."""
 
@@ -179,7 +179,7 @@ def _missing_text(
     text = "Parameters got no gradient in this backward:\n" + "\n".join(lines) + "\n"
     if policy is UnusedPolicy.ALIKE:
         return text + (
-            "Other ranks did compute a gradient for them. In manual optimisation each backward must use the same "
+            "Other ranks did compute a gradient for them. In manual optimization each backward must use the same "
             f"parameters on all ranks; pass {_FIND_UNUSED} if they may differ."
         )
     if everywhere:
@@ -196,7 +196,7 @@ def steps_differ_text(ended: Sequence[bool]) -> str:
     busy = [rank for rank, flag in enumerate(ended) if not flag]
     return (
         f"The ranks ran different numbers of backwards in one training step: {ranks_text(done)} ended the step while "
-        f"{ranks_text(busy)} ran a further backward. In manual optimisation every rank must run the same backwards; a "
+        f"{ranks_text(busy)} ran a further backward. In manual optimization every rank must run the same backwards; a "
         "rank that has nothing to learn from can run one on a loss multiplied by zero."
     )
 

@@ -30,7 +30,7 @@ class EngineCallbacks(Protocol):
 
 
 class MeanEngine(Protocol):
-    """What an engine has besides if it can launch the plain mean by itself (the native one)."""
+    """What an engine has besides if it can launch plain all-reduce by itself (the native one)."""
 
     def set_mean_group(self, group: comm.ProcessGroup | None) -> None:
         """Sum full buckets over a group without a callback; None announces them again."""

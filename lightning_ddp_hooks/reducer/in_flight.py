@@ -41,7 +41,7 @@ class InFlightBuckets:
         engine: Fills the buckets.
         buckets: Buckets in order of reduction.
         streams: Stream of each bucket.
-        has_hook: Whether a hook reduces them in place of the plain mean.
+        has_hook: Whether a hook reduces them in place of plain all-reduce.
         observer: Who is told of each step; None for nobody.
         nonfinite: Looks at each bucket before it is launched; None for nothing.
         divisor: What sums over ranks are divided by.

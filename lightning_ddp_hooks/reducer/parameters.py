@@ -146,7 +146,7 @@ def check_parameters(module: nn.Module) -> None:
     """Refuse parameters that cannot be trained in place."""
     for name, param in module.named_parameters():
         if param.is_meta:
-            raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialise it first.")
+            raise ValueError(f"Parameter {name!r} is on the meta device and has no values: materialize it first.")
         if _compat.is_uninitialized(param):
             raise ValueError(
                 f"Parameter {name!r} of a lazy module has no shape yet: run one forward with example data first."

@@ -5,7 +5,7 @@
 The engine tells its `EngineCallbacks` when a synced backward begins, when a bucket is full and its turn has come, and
 when the backward ends. The last bucket it leaves to the end of the backward (end_of_backward.py): only there is known
 what a rank has to tell the others, which travels with that bucket. This engine is the readable twin of the native one
-(``native/``), which has the same methods, gives the same bits, and can launch the plain mean by itself.
+(``native/``), which has the same methods, gives the same bits, and can launch plain all-reduce by itself.
 
 Under ``sync = False`` (accumulation) gradients are only noted as used.
 """

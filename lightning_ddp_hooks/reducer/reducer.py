@@ -137,7 +137,7 @@ class Reducer(SyncedBackwards):
         return self._parameters.params
 
     def set_hook(self, hook: BucketHook) -> None:
-        """Have buckets reduced by ``hook`` instead of the plain mean."""
+        """Have buckets reduced by ``hook`` instead of plain all-reduce."""
         if self._in_flight.has_hook:
             raise RuntimeError("A communication hook is already registered; it can be registered only once.")
         if self.synced_backwards or self._engine.active:

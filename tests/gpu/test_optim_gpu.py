@@ -49,7 +49,7 @@ def _train(way: str, optimizer: str, backend: str) -> tuple[list[Tensor], int]:
         stepper.zero_grad()
         _loss(ddp, step).backward()
         stepper.step()
-    # No synchronisation before this: the compute stream has to wait for what the hook did on its own.
+    # No synchronization before this: the compute stream has to wait for what the hook did on its own.
     flat = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
     return [flat], state_bytes(getattr(stepper, "optim", stepper))
 

@@ -43,7 +43,7 @@ class Training:
         divisor: what a single process has to take the mean over.
         accumulate: micro-batches of a step.
         exact_windows: whether a step is the mean over what it holds, however many micro-batches that is.
-        manual: whether optimisation is manual.
+        manual: whether optimization is manual.
         leaves_out: whether a layer is unused in every second step.
         lacks_loss: whether the last rank has no loss in step 1, which all skip.
     """

@@ -114,8 +114,8 @@ def settings_by_axis(world_size: int, period: int = 1) -> dict[str, list[Setting
     add("accumulate_grad_batches", "1")
     add("accumulate_grad_batches", "2", trainer={"accumulate_grad_batches": 2})
 
-    add("optimisation", "automatic")
-    add("optimisation", "manual", module={"manual": True})
+    add("optimization", "automatic")
+    add("optimization", "manual", module={"manual": True})
 
     every = {"warmup_steps": START}
     averagers = {

@@ -48,8 +48,8 @@ def test_settings_that_do_not_go_together_are_refused_on_all_ranks() -> None:
 
 FAILED_ONCE = [
     {"averager": "PeriodicModelAverager", "UnevenInputs": '"join", "active"', "find_unused_parameters": "True"},
-    {"comm_hook": "OneBit", "optimisation": "manual"},
-    {"comm_hook": "TopK", "optimisation": "manual"},
+    {"comm_hook": "OneBit", "optimization": "manual"},
+    {"comm_hook": "TopK", "optimization": "manual"},
 ]
 
 

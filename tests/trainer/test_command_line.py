@@ -112,9 +112,8 @@ def test_help_lists_what_is_public_and_nothing_else(base: type) -> None:
     parser.add_argument("--it", type=base)
     listed = re.sub(r"\s", "", parser.format_help()).partition("knownsubclasses:")[2]
     paths = set(re.findall(r"lightning_ddp_hooks\.(?:\w+\.)*\w+", listed))
-    short = {
-        f"lightning_ddp_hooks.short_names.{name}" for name in (SHORT_NAMES if base is CommHook else NAMED_AVERAGERS)
-    }
+    names = SHORT_NAMES if base is CommHook else NAMED_AVERAGERS
+    short = {f"lightning_ddp_hooks.short_names.{name}" for name in names}
     assert paths == short | {f"lightning_ddp_hooks.{where}.{cls.__name__}" for cls in classes}
 
 
@@ -254,7 +253,6 @@ def test_a_wrong_hook_is_told_the_right_names(name: str, command_line: Callable[
         ValueError, match=f"Unknown communication hook '{name}'; known names: {', '.join(sorted(SHORT_NAMES))}"
     ):
         command_line(STRATEGY, f"--trainer.strategy.comm_hook={name}")
-    with pytest.raises(
-        ValueError, match=f"Unknown averager '{name}'; known names: {', '.join(sorted(NAMED_AVERAGERS))}"
-    ):
+    known = ", ".join(sorted(NAMED_AVERAGERS))
+    with pytest.raises(ValueError, match=f"Unknown averager '{name}'; known names: {known}"):
         command_line(STRATEGY, f"--trainer.strategy.averager={name}")

@@ -67,7 +67,7 @@ LINEAR: dict[str, Any] = {
     "per parameter": PerParameter([Rule(POWERSGD, pattern="net.0.*"), Rule(PowerSGD(rank=2, start_iter=0), ndim=2)]),
     "schedule": Schedule([Stage(0, None), Stage(2, POWERSGD), Stage(6, PowerSGD(rank=2, start_iter=7))]),
 }
-# How these round does not depend on the buckets, which are learnt anew after a resume.
+# How these round does not depend on the buckets, which are learned anew after a resume.
 STATELESS = ("allreduce", "fp16", "bf16", "fp16, float32 sum", "post_local_sgd", "torch's fp16")
 
 

@@ -516,7 +516,7 @@ def fit_sync_batchnorm() -> tuple[list[type], list[type], State]:
     return module.kinds, [type(layer) for layer in module.net], state_of(module)
 
 
-def test_batchnorm_is_synchronised_during_the_fit_and_plain_after_it() -> None:
+def test_batchnorm_is_synchronized_during_the_fit_and_plain_after_it() -> None:
     (during, after, state), (_, _, state_1) = run_ranks(fit_sync_batchnorm)
 
     assert during == [nn.Linear, nn.SyncBatchNorm, nn.Linear]

@@ -285,7 +285,7 @@ def fit_manual(path: Path) -> RunRecord:
     return record
 
 
-def test_manual_optimisation(tmp_path: Path) -> None:
+def test_manual_optimization(tmp_path: Path) -> None:
     for record in run_ranks(fit_manual, tmp_path):
         assert record.count == STEPS
 

@@ -62,7 +62,7 @@ def _scaled() -> dict[str, Any]:
 TOO_LATE: list[tuple[str, type[Net], dict[str, Any], str]] = [
     ("clip", Net, {"gradient_clip_val": 0.5}, r"`gradient_clip_val=0.5` needs all gradients"),
     ("scaler", Net, {"plugins": "scaler"}, "A GradScaler .* needs all gradients"),
-    ("manual", Manual, {}, "In manual optimisation the steps are yours"),
+    ("manual", Manual, {}, "In manual optimization the steps are yours"),
     ("clips itself", ClipsItself, {}, "ClipsItself overrides `configure_gradient_clipping`"),
     ("steps itself", StepsItself, {}, "StepsItself overrides `optimizer_step`"),
     ("looks", LooksBefore, {}, "LooksBefore overrides `on_before_optimizer_step`"),

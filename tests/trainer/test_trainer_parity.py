@@ -60,7 +60,7 @@ class Epochs(Net):
 
 
 class Plateau(Net):
-    """Its loss is far above the threshold for ever, so that each epoch lowers the rate."""
+    """Its loss is far above the threshold forever, so that each epoch lowers the rate."""
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)

@@ -99,7 +99,7 @@ def check(*cases: tuple[Any, ...]) -> None:
         assert settings.get("divisor", "active") == module_class.divisor
 
 
-def test_automatic_optimisation() -> None:
+def test_automatic_optimization() -> None:
     check(
         (UnevenNet, "ddp_hooks", {}, {}),
         (Second, "ddp_hooks", {}, {}),
@@ -231,7 +231,7 @@ class GanWithEmptyRank(Gan):
     counts: ClassVar = COUNTS[2]
 
 
-def test_manual_optimisation() -> None:
+def test_manual_optimization() -> None:
     check((Gan, "ddp_hooks", {}, {}), (GanWithEmptyRank, "ddp_hooks_find_unused_parameters_true", {}, {}))
 
 
@@ -381,7 +381,7 @@ class Collectives(Second):
         return (gathered.sum() + 2 * count * loss) / 10
 
 
-class Synchronised(nn.Module):
+class Synchronized(nn.Module):
     """Like SyncBatchNorm, which needs a GPU: centres over the batches of all ranks of its group."""
 
     def __init__(self) -> None:
@@ -398,7 +398,7 @@ class Synchronised(nn.Module):
 class Centred(Second):
     def __init__(self) -> None:
         super().__init__()
-        self.centre = Synchronised()
+        self.centre = Synchronized()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.world_size > 1:

@@ -2,14 +2,13 @@
 
     Trainer hooks --> CommMonitor --> Recorder <-- Reducer (as its observer), comm (counts bytes)
                           |--> metrics --> logger, progress bar
-                          `--> RunRecord --> report.html, trace.json
+                          `--> RunRecord --> report.html, trace.json, summary.json
 
 The parts are in monitor/; here they are tied to the Trainer's hooks.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from functools import partial
 from pathlib import Path
@@ -22,21 +21,20 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import _compat, comm, traffic
 from lightning_ddp_hooks.config import replicas_differ_from
+from lightning_ddp_hooks.describe import declared
 from lightning_ddp_hooks.join.samples import count_samples
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
-from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.exchange import StepExchange
+from lightning_ddp_hooks.monitor.output import write_output
 from lightning_ddp_hooks.monitor.quality_meter import QualityMeter
 from lightning_ddp_hooks.monitor.record import RunRecord, step_metrics
 from lightning_ddp_hooks.monitor.recorder import Recorder
-from lightning_ddp_hooks.monitor.report import build_report
 from lightning_ddp_hooks.monitor.report_text import slow_rank_advice, slow_rank_text
 from lightning_ddp_hooks.monitor.skew import metrics, slow_rank
 from lightning_ddp_hooks.monitor.timeline import StepTiming
-from lightning_ddp_hooks.monitor.trace import build_trace
 from lightning_ddp_hooks.reducer.stream import start_read
 from lightning_ddp_hooks.traffic import ByteCounter
 
@@ -53,8 +51,9 @@ class CommMonitor(Callback):
 
     Logged are means over the steps since the last log, of the rank that logs; see `step_metrics` for the names. At the
     end of a fit rank 0 writes ``report.html`` (one page without scripts or outside files) with the last ``keep_steps``
-    steps, and ``trace.json`` (for chrome://tracing or https://ui.perfetto.dev) with the last 100 of all ranks; after an
-    error too, then with what was known by then. A warning names a rank that holds up the others.
+    steps, ``trace.json`` (for chrome://tracing or https://ui.perfetto.dev) with the last 100 of all ranks, and
+    ``summary.json`` with the figures; after an error too, then with what was known by then. A warning names a rank that
+    holds up the others.
 
     Args:
         dirpath: Where to write; by default the folder ``comm_monitor`` in the logger's directory, or without a logger
@@ -312,11 +311,7 @@ class CommMonitor(Callback):
     def _write(self, record: RunRecord) -> None:
         if record.rank != 0 or self._directory is None:
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        report = self._directory / "report.html"
-        report.write_text(build_report(record), encoding="utf-8")
-        trace = build_trace(record.traced or [list(record.steps)], record.facts)
-        (self._directory / "trace.json").write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
+        report = write_output(self._directory, record)
         with _compat.beside_progress_bar():
             rank_zero_info(f"CommMonitor: {report}")
 

@@ -29,7 +29,7 @@ class ModelAveraging(Callback):
     the exchange of gradients after the averager's warm-up, puts the averaged model in place for validation and into
     checkpoints, and keeps the scale of a GradScaler the same on all ranks.
 
-    Limits on plain ``ddp``, which our strategy does not have: automatic optimisation only; a checkpoint with
+    Limits on plain ``ddp``, which our strategy does not have: automatic optimization only; a checkpoint with
     ``save_weights_only=True`` does not pass the callback and holds the model of rank 0.
 
     Args:
@@ -40,7 +40,7 @@ class ModelAveraging(Callback):
 
     Raises:
         TypeError: ``averager`` is not a `ModelAverager`, or another argument not True or False.
-        ValueError: at setup: another strategy, manual optimisation on plain ``ddp``, or an averager set elsewhere too.
+        ValueError: at setup: another strategy, manual optimization on plain ``ddp``, or an averager set elsewhere too.
 
     Example:
         >>> Trainer(strategy="ddp", callbacks=[ModelAveraging(PeriodicModelAverager(period=8, warmup_steps=500))])
@@ -86,7 +86,7 @@ class ModelAveraging(Callback):
             )
         if not pl_module.automatic_optimization:
             raise ValueError(
-                "With manual optimisation ModelAveraging cannot see where a step of plain 'ddp' ends: use "
+                "With manual optimization ModelAveraging cannot see where a step of plain 'ddp' ends: use "
                 "strategy='ddp_hooks'."
             )
         raise_on_conflict(Settings(averager=self.averager).in_fit(**facts_of_fit(pl_module)))

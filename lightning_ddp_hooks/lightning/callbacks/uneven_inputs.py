@@ -16,7 +16,7 @@ class UnevenInputs(Callback):
 
     With ``"join"``, a rank that has run out of batches stays in the Trainer's loop with emptied batches until all ranks
     have run out: steps, learning rates, callbacks, validations and checkpoints are the same on all ranks. It adds
-    nothing to gradients, logs or metrics; its ``training_step`` is not called (in manual optimisation it is, with its
+    nothing to gradients, logs or metrics; its ``training_step`` is not called (in manual optimization it is, with its
     last real batch, to do the same updates). Samplers are not padded any more. Validation and test are exact in the
     same way, whatever the policy for training is.
 
