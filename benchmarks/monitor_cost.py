@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from models import MODELS, Batch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_hooks import DDPHooksStrategy, comm
+from lightning_ddp_hooks import DDPHooksStrategy, traffic
 from lightning_ddp_hooks.callbacks import CommMonitor
 
 WARM_UP = 12  # the buckets are laid out anew, and what is built at first use is built
@@ -59,7 +59,7 @@ class Switch(Callback):
         self._recorder = self.monitor._recorder or self._recorder
         self.monitor._recorder = self._recorder if on else None
         reducer.observer = self.monitor._recorder
-        comm.count_bytes(self._recorder._traffic if on else None)
+        traffic.count_bytes(self._recorder._traffic if on else None)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._turn(trainer.strategy.reducer, on=True)  # so that the monitor ends as it should

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_hooks import _compat
+from lightning_ddp_hooks import _compat, traffic
 from lightning_ddp_hooks._compat import TorchGradBucket as TorchGradBucket
-from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal, Collective, sent_by_rank
+from lightning_ddp_hooks.traffic import Collective
 
 ProcessGroup = dist.ProcessGroup
 DEFAULT_TIMEOUT: timedelta = dist.default_pg_timeout
@@ -292,62 +292,16 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGr
 
 # ---------------------------------------------------------------------- what is sent
 
-_traffic: ByteCounter | None = None  # nobody counts by default
-
-
-def count_bytes(traffic: ByteCounter | None) -> None:
-    """Count what this rank sends; None stops that."""
-    global _traffic
-    if traffic is not None and _traffic is not None and _traffic is not traffic and not _traffic.gives_way:
-        raise RuntimeError("What this rank sends is being counted already, by another monitor.")
-    _traffic = traffic
-
-
-def stop_counting(traffic: ByteCounter) -> None:
-    """Stop counting in ``traffic``, if that is where this rank counts."""
-    global _traffic
-    if _traffic is traffic:
-        _traffic = None
-
-
-def current_total() -> ByteTotal | None:
-    """Return the total that is added to now; None while nobody counts."""
-    return None if _traffic is None else _traffic.current
-
-
-def counted_in(tally: ByteTotal | None) -> AbstractContextManager[None]:
-    """Add what is sent under this context to ``tally``; None leaves things as they are."""
-    return _NOT_COUNTED if _traffic is None or tally is None else _counting(_traffic, tally)
-
-
-def counted_as(purpose: str) -> AbstractContextManager[None]:
-    """Count what is sent under this context, and not for a bucket, under a name."""
-    return _NOT_COUNTED if _traffic is None else _counting(_traffic, _traffic.tally(purpose))
-
-
-_NOT_COUNTED: AbstractContextManager[None] = nullcontext()
-
-
-@contextmanager
-def _counting(traffic: ByteCounter, tally: ByteTotal) -> Iterator[None]:
-    before, traffic.current = traffic.current, tally
-    try:
-        yield
-    finally:
-        traffic.current = before
-
 
 def _count(collective: Collective, nbytes: int, group: ProcessGroup, root: int = 0) -> None:
-    if _traffic is not None:
+    if traffic.counter is not None:
         tree = collective != "broadcast" or backend_name(group) == "gloo"
-        size, place = group.size(), group.rank()
-        _traffic.note(collective, nbytes, size)
-        _traffic.current.sent += sent_by_rank(collective, nbytes, size, rank=place, root=root, tree=tree)
+        traffic.counter.count(collective, nbytes, group.size(), rank=group.rank(), root=root, tree=tree)
 
 
 def _count_object(collective: Collective, value: Any, group: ProcessGroup, root: int = 0) -> None:
     """Count an exchange of pickles: first their sizes, 8 bytes each; the longest one's padding is not known here."""
-    if _traffic is not None:
+    if traffic.counter is not None:
         _count("broadcast" if collective == "broadcast" else "all_gather", 8, group, root)
         _count(collective, len(pickle.dumps(value)), group, root)
 

@@ -35,13 +35,16 @@ def ops(draw: st.DrawFn, find_unused: bool, of_static: Sequence[Op]) -> Op:
     op = of_static[wrappers[0]] if of_static else draw(syncs(find_unused))
     op = replace(op, kind=kind, wrappers=wrappers)
     if kind == "join":
+        of_two = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+        by_world = draw(st.booleans())
+        of_others = draw(st.tuples(st.integers(0, 3), st.integers(0, 3))) if by_world else of_two  # else thirds
         return replace(
             op,
             outside=op.outside if of_static else "",
             apart=op.apart if of_static else "",
-            batches=draw(st.tuples(*[st.integers(0, 3)] * 4)),
+            batches=of_two + of_others,
             accumulates=draw(st.booleans()),
-            by_world=draw(st.booleans()),
+            by_world=by_world,
             clears=draw(st.sampled_from(["begin", "end", "never"])),
         )
     if kind in ("local", "no_sync", "evaluate"):

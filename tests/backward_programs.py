@@ -66,7 +66,7 @@ class Op:
     between: str = ""
     mixes: bool = False
     under: str = "local"
-    batches: tuple[int, ...] = (1, 1, 1, 1)
+    batches: tuple[int, ...] = (1,)
     accumulates: bool = False
     by_world: bool = True
     clears: str = "begin"
@@ -97,11 +97,11 @@ class Program:
     """Operations, and the settings of the wrappers."""
 
     ops: tuple[Op, ...]
-    find_unused: bool
-    static_graph: bool
-    trunk: bool
-    views: bool
-    seed: int
+    find_unused: bool = False
+    static_graph: bool = False
+    trunk: bool = True
+    views: bool = True
+    seed: int = 0
 
     @property
     def stock(self) -> bool:
@@ -110,7 +110,11 @@ class Program:
             return False
         shared = self.trunk or self.find_unused  # a parameter's second gradient, a second look for unused ones
         return all(op.stock and not (shared and op.apart in ("outputs", "forwards")) for op in self.ops) and not (
-            self.find_unused and any(op.inside == "reentrant" or op.mixes or op.between for op in self.ops)
+            self.find_unused
+            and any(
+                op.inside == "reentrant" or op.mixes or op.between or op.kind == "join" or op.under == "sync"
+                for op in self.ops
+            )
         )
 
 
@@ -163,23 +167,33 @@ class Bare(nn.Module):
 class ByHand(Bare):
     """Reduces only when it is told to: the reference where stock DDP does otherwise."""
 
-    def __init__(self, module: Net) -> None:
+    def __init__(self, module: Net, *, static_graph: bool = False) -> None:
         super().__init__(module)
+        self.static_graph = static_graph
+        self.learned = False  # what is used, in a backward of all ranks
+        self.reduced: set[int] = set()
         self.used: set[int] = set()
         for index, param in enumerate(module.parameters()):
             param.register_post_accumulate_grad_hook(lambda _, index=index: self.used.add(index))
 
     def reduce(self, divisor: int = 0, *, adds: bool = True) -> None:
         """Reduce what has been accumulated; without data a rank ``adds`` what it holds, or nothing."""
-        for index, param in enumerate(self.module.parameters()):
-            flag = torch.tensor(float(index in self.used))
-            dist.all_reduce(flag)
+        params = list(self.module.parameters())
+        flags = torch.tensor([float(index in self.used) for index in range(len(params))] + [float(bool(self.used))])
+        dist.all_reduce(flags)
+        *counts, ranks = flags.tolist()
+        used = {index for index, count in enumerate(counts) if count}
+        if self.static_graph and self.learned:
+            used |= self.reduced
+        for index, param in enumerate(params):
             if not (adds or self.used):
                 param.grad = None
-            if flag:
+            if index in used:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 dist.all_reduce(param.grad)
                 param.grad /= divisor or dist.get_world_size()
+        self.learned |= ranks == dist.get_world_size()
+        self.reduced |= used
         self.used.clear()
 
     def drop_gradients(self) -> None:
@@ -194,7 +208,7 @@ def _ours(backend: str) -> Callable[..., Any]:
 
 WRAP: dict[str, Callable[..., Any]] = {
     "stock": lambda net, **settings: nn.parallel.DistributedDataParallel(net, **settings),
-    "by hand": lambda net, **_: ByHand(net),
+    "by hand": lambda net, static_graph, **_: ByHand(net, static_graph=static_graph),
     "python": _ours("python"),
     "native": _ours("native"),
 }

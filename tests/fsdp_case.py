@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import traffic
 from lightning_ddp_hooks.averaging.averager import ModelAverager, plain_context
 from lightning_ddp_hooks.traffic import ByteCounter
 
@@ -156,7 +156,7 @@ def largest_difference(one: list[dict[str, Tensor]], other: list[dict[str, Tenso
 def bytes_sent(run: Callable[[], object]) -> int:
     """Return the bytes that hooks send for gradients while something runs."""
     counter = ByteCounter()
-    comm.count_bytes(counter)
+    traffic.count_bytes(counter)
     run()
-    comm.stop_counting(counter)
+    traffic.stop_counting(counter)
     return counter.take().get("gradients", 0)

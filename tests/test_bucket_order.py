@@ -7,7 +7,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import lightning_ddp_hooks as ldh
+from lightning_ddp_hooks.reducer.agreement import RankReport
 from lightning_ddp_hooks.reducer.layout import rebuilt_layout
+from lightning_ddp_hooks.reducer.order_recorder import MAX_RECORDINGS, BucketOrderRecorder
 
 TRUNK = 8
 
@@ -59,3 +61,27 @@ def test_without_such_parameters_the_order_is_that_of_completion(cap: int) -> No
     params = [nn.Parameter(torch.zeros(4)) for _ in range(6)]
     layouts = rebuilt_layout(params, [5, 4, 3, 2, 1, 0], [cap])
     assert [index for layout in layouts for index in layout.indices] == [5, 4, 3, 2, 1, 0]
+
+
+def _report(*fired: int) -> RankReport:
+    order = tuple(index for index, count in enumerate(fired) if count)
+    return RankReport(order=order, fired=fired, had_loss=any(fired))
+
+
+def test_a_static_graph_is_learned_when_all_ranks_have_a_loss() -> None:
+    recorder = BucketOrderRecorder(3, static_graph=True, may_miss=False)
+    recorder.add([_report(1, 0, 0), _report(0, 0, 0)])
+    assert not recorder.conclude((0, 0, 0))
+    recorder.add([_report(1, 0, 0), _report(1, 2, 0)])
+    assert recorder.conclude((1, 2, 0))
+    assert (recorder.dropped, recorder.expected) == ({2}, [1, 2, 0])
+
+
+def test_a_rank_that_never_has_a_loss_expects_what_the_others_use() -> None:
+    recorder = BucketOrderRecorder(3, static_graph=True, may_miss=False)
+    for number in range(MAX_RECORDINGS):
+        assert not recorder.done, number
+        recorder.add([_report(1, 2, 0), _report(0, 0, 0)])
+        recorder.conclude((0, 0, 0))
+    assert recorder.done
+    assert (recorder.dropped, recorder.expected) == ({2}, [1, 2, 0])

@@ -126,8 +126,8 @@ class TwoOutputs(nn.Module):
 
 
 def two_backwards(**settings: Any) -> None:
-    outputs = DDP(TwoOutputs(), **settings)(torch.ones(1, 2))
-    for number, output in enumerate(outputs):
+    model = DDP(TwoOutputs(), **settings)
+    for number, output in enumerate(model(torch.ones(1, 2))):
         output.sum().backward(retain_graph=not number)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.hooks import HierarchicalAllReduce
 from lightning_ddp_hooks.reducer import shm_backend
 from lightning_ddp_hooks.traffic import ByteCounter
@@ -38,14 +38,14 @@ def _places() -> dict[str, list[list[Tensor]]]:
 
 def _bytes_of_hook() -> tuple[int, int]:
     counter = ByteCounter()
-    comm.count_bytes(counter)
+    traffic.count_bytes(counter)
     sent = []
     for hook in (HierarchicalAllReduce(ranks_per_host=2), HierarchicalAllReduce(ranks_per_host=4)):
         rig = Rig(hook, [4000])
         before = counter.current.sent
         rig.step([torch.ones(4000)])
         sent.append(int(counter.current.sent - before))
-    comm.count_bytes(None)
+    traffic.count_bytes(None)
     return sent[0], sent[1]
 
 

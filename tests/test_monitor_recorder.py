@@ -8,7 +8,7 @@ import torch.distributed as dist
 from monitor_fakes import FakeBucket, FakeClock, FakeTask, Watched
 from ranks import run_ranks
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.monitor.clock import Clock
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, StepTiming
@@ -307,9 +307,9 @@ def test_a_collective_tells_when_it_is_done() -> None:
 def _compare(dtype: torch.dtype) -> list[float | None]:
     """Reduce twice the mean in one step, the mean in another one; compare in every second step."""
     group = comm.resolve_group(None)
-    traffic = ByteCounter()
-    comm.count_bytes(traffic)
-    recorder = Recorder(Clock(), traffic, CompressionError(group, 2))
+    counted = ByteCounter()
+    traffic.count_bytes(counted)
+    recorder = Recorder(Clock(), counted, CompressionError(group, 2))
     errors: list[float | None] = []
     for number, (factor, size) in enumerate([(2.0, 1.0), (2.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.0)]):
         bucket = FakeBucket(0)
@@ -326,7 +326,7 @@ def _compare(dtype: torch.dtype) -> list[float | None]:
         [step] = recorder.end_step()
         errors.append(step.buckets[0].error)
         assert step.sent_bytes == 0  # the comparison is not the run's own traffic
-    comm.count_bytes(None)
+    traffic.count_bytes(None)
     return errors
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.traffic import ByteCounter, sent_by_rank, tree_children
 
 
@@ -49,16 +49,16 @@ def _count_each() -> dict[str, int]:
         "gather_object": lambda: comm.gather_object([1], group),
         "broadcast_object": lambda: comm.broadcast_object([1], group, 1),
     }
-    traffic, found = ByteCounter(), {}
-    comm.count_bytes(traffic)
+    counted, found = ByteCounter(), {}
+    traffic.count_bytes(counted)
     try:
         for name, call in calls.items():
             call()
-            found[name] = traffic.take().get("control", 0)
+            found[name] = counted.take().get("control", 0)
     finally:
-        comm.count_bytes(None)
+        traffic.count_bytes(None)
     comm.all_reduce(x, group).wait()  # not counted any more
-    assert not traffic.take()
+    assert not counted.take()
     return found
 
 
@@ -80,24 +80,24 @@ def test_every_collective_is_counted() -> None:
 def _count_by_purpose() -> dict[str, int]:
     group = comm.resolve_group(None)
     x = torch.ones(10)
-    with comm.counted_as("averaging"), comm.counted_in(None):  # nobody counts: nothing happens
+    with traffic.counted_as("averaging"), traffic.counted_in(None):  # nobody counts: nothing happens
         comm.all_reduce(x, group).wait()
-    traffic = ByteCounter()
-    comm.count_bytes(traffic)
+    counted = ByteCounter()
+    traffic.count_bytes(counted)
     try:
         with pytest.raises(RuntimeError, match="counted already"):
-            comm.count_bytes(ByteCounter())
-        with comm.counted_as("averaging"):
+            traffic.count_bytes(ByteCounter())
+        with traffic.counted_as("averaging"):
             comm.all_reduce(x, group).wait()
-            tally = comm.current_total()
-            with comm.counted_as("buffers"):
+            tally = traffic.current_total()
+            with traffic.counted_as("buffers"):
                 comm.broadcast(x, group).wait()
-        with comm.counted_in(tally):
+        with traffic.counted_in(tally):
             comm.all_reduce(x, group).wait()
         comm.all_reduce(x, group).wait()
     finally:
-        comm.count_bytes(None)
-    return traffic.take()
+        traffic.count_bytes(None)
+    return counted.take()
 
 
 @pytest.mark.ranks

@@ -134,9 +134,9 @@ def _exchange() -> tuple[list[torch.Tensor], dict[str, int]]:
     shards.assign(params[:1])
     shards.assign(params[1:], [[params[4], params[-1], params[1]]])  # those are cut
     counter = traffic.ByteCounter()
-    comm.count_bytes(counter)
+    traffic.count_bytes(counter)
     queue.carry_out(ShardExchange(shards).send(params), comm.new_group(comm.resolve_group(None)))
-    comm.stop_counting(counter)
+    traffic.stop_counting(counter)
     assert len(shards.pieces(params[-1])) == 2
     for param in params:
         for owner, start, stop in shards.pieces(param):

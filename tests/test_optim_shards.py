@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks import comm, optim, traffic
+from lightning_ddp_hooks import optim, traffic
 from lightning_ddp_hooks.optim import exchange
 
 pytestmark = pytest.mark.ranks
@@ -103,11 +103,11 @@ class Trained:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if step == STEPS - 1:
-                comm.count_bytes(counter)
+                traffic.count_bytes(counter)
             backward(ddp, step)
             for optimizer in self.optimizers:
                 optimizer.step()
-        comm.stop_counting(counter)
+        traffic.stop_counting(counter)
         self.sent = sum(counter.take().values())
         self.held = sum(state_bytes(getattr(optimizer, "optim", optimizer)) for optimizer in self.optimizers)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.averaging.averager import AveragingContext
 from lightning_ddp_hooks.averaging.outer import OuterModel
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
@@ -75,7 +75,7 @@ class PseudoGradientExchange:
         likes = [self._like(index) for index in indices]
         parts = assign_buckets(likes, [_BUCKET_BYTES], groups=[self._key(index) for index in indices])
         divisor = float(comm.world_size(self._group))
-        with record_function("ldh::outer_send"), comm.counted_as("averaging"):
+        with record_function("ldh::outer_send"), traffic.counted_as("averaging"):
             for number, part in enumerate(parts):
                 positions = [indices[place] for place in part]
                 bucket = self._fill(positions, [likes[place] for place in part])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import _compat, comm, traffic
 from lightning_ddp_hooks.reducer.real_values import as_real, write_real
 from lightning_ddp_hooks.reducer.stream import CommStream, comm_stream
 
@@ -84,7 +84,7 @@ class FlatMean:
                 chunk.buffer.div_(comm.world_size(group))
                 write_real([targets[p] for p in chunk.positions], chunk.views)
 
-        with record_function("ldh::average"), comm.counted_as("averaging"):
+        with record_function("ldh::average"), traffic.counted_as("averaging"):
             for chunk in self._chunks:
                 if len(in_flight) == _IN_FLIGHT:
                     finish_oldest()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import _compat, comm, traffic
 from lightning_ddp_hooks.advisor.cost_model import BucketCost, Phase
 from lightning_ddp_hooks.advisor.profile import BackwardProfile
 from lightning_ddp_hooks.cli.candidates import CANDIDATES
@@ -136,7 +136,7 @@ def _time_bucket(bound: BoundHook, queue: CollectiveQueue, bucket: GradBucket, b
     stretches: list[_Stretch] = []
     result, returned = None, None
     log = _CollectiveLog()
-    comm.count_bytes(log)
+    traffic.count_bytes(log)
     try:
         synchronize(buffer.device)
         begin = time.perf_counter()
@@ -157,4 +157,4 @@ def _time_bucket(bound: BoundHook, queue: CollectiveQueue, bucket: GradBucket, b
                 return stretches
             begin = time.perf_counter()
     finally:
-        comm.count_bytes(None)
+        traffic.count_bytes(None)

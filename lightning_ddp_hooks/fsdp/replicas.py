@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks._compat.of_fsdp import ParamGroup
 from lightning_ddp_hooks.hooks.contract import BindContext, BoundHook, CommHook
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
@@ -67,7 +67,7 @@ class ReplicaReduction:
     def _reduction_of(self, bucket: _GroupBucket) -> Callable[[Tensor], None]:
         def reduce(output: Tensor) -> None:
             if self._is_due():
-                with torch.no_grad(), record_function("ldh::reduce_over_replicas"), comm.counted_as("gradients"):
+                with torch.no_grad(), record_function("ldh::reduce_over_replicas"), traffic.counted_as("gradients"):
                     self._reduce(bucket, output)
 
         return reduce

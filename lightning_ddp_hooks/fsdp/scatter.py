@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks._compat.of_fsdp import scale_of
 from lightning_ddp_hooks.hooks.allreduce import narrower, scale_into
 from lightning_ddp_hooks.hooks.block_quantize import BlockQuantize
@@ -50,7 +50,7 @@ class ReduceScatter:
                 "A communication hook on the reduce-scatter cannot multiply by a number of yours: with "
                 "`set_gradient_divide_factor(...)` also call `model.set_force_sum_reduction_for_comms(True)`."
             )
-        with record_function("ldh::reduce_scatter"), comm.counted_as("gradients"):
+        with record_function("ldh::reduce_scatter"), traffic.counted_as("gradients"):
             carry_out(self.run(output_tensor, input_tensor, scale, group), group)
 
     def run(self, output: Tensor, tensor: Tensor, scale: float, group: comm.ProcessGroup) -> Scatter:

@@ -198,8 +198,8 @@ class _Part:
     def reduce(self, hook: BoundHook, bucket: GradBucket, gradients: Sequence[Tensor]) -> Phases:
         """Run the part's hook on a bucket with copies of its gradients, and copy the reduced ones back."""
         if self._storage is None:
-            layout = BucketLayout.build(range(len(self._params)), self._params)
-            self._storage = Bucket(replace(layout, dtype=bucket.buffer().dtype), self._params)
+            layout, buffer = BucketLayout.build(range(len(self._params)), self._params), bucket.buffer()
+            self._storage = Bucket(replace(layout, dtype=buffer.dtype, device=buffer.device), self._params)
         for view, position in zip(self._storage.views, self._positions, strict=True):
             view.copy_(gradients[position])
         names = tuple(bucket.names[position] for position in self._positions)

@@ -88,5 +88,6 @@ def warn_if_too_late(module: LightningModule) -> None:
     if late := _overriders("on_after_backward", module, callbacks=True):
         rank_zero_warn(
             f"{type(late[0]).__name__} overrides `on_after_backward`, which is called when `optimizer_in_hook` has "
-            "stepped already: it may look at gradients, but what it does to them comes too late."
+            "stepped already: it may look at gradients (with `shard=True` they are the mean only of what this rank "
+            "owns), but what it does to them comes too late."
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.monitor.skew import RankStep, StepTable, pack, unpack
 from lightning_ddp_hooks.monitor.timeline import StepTiming
 from lightning_ddp_hooks.traffic import ByteTotal
@@ -39,7 +39,7 @@ class StepExchange:
         own = torch.tensor(pack(self._unsent, _CAPACITY), dtype=torch.float64, device="cpu")
         self._unsent.clear()
         everyone = own.new_empty(comm.world_size(self.group) * _CAPACITY)
-        with comm.counted_in(ByteTotal()):  # not the run's own traffic
+        with traffic.counted_in(ByteTotal()):  # not the run's own traffic
             self._under_way.append((everyone, own, comm.start_all_gather(everyone, own, self.group)))
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.monitor.clock import Clock, Instant
 from lightning_ddp_hooks.monitor.timeline import BucketTiming, Interval, StepTiming
 from lightning_ddp_hooks.traffic import ByteCounter, ByteTotal
@@ -137,7 +137,7 @@ class CompressionError:
     def begin(self, buffer: Tensor) -> tuple[Tensor, comm.Work]:
         """Start to sum a copy of the gradients, in at least float32."""
         copy = buffer.detach().clone() if buffer.dtype.itemsize >= 4 else buffer.detach().float()
-        with comm.counted_in(ByteTotal()):  # not the run's own traffic
+        with traffic.counted_in(ByteTotal()):  # not the run's own traffic
             return copy, comm.all_reduce(copy, self.group)
 
     def end(self, exact: Tensor, work: comm.Work, scale: float, reduced: Tensor) -> Tensor:

@@ -64,8 +64,11 @@ class ShardedOptimizer(JoinableOptimizer):
     all ranks when it is called, as `DataParallel` or torch's DDP make them; then the parameters are, to the last bit,
     what the unsharded optimizer makes of them. Construction is collective.
 
-    With ``overlap_with_ddp=True`` the steps are made within the backward by a hook; see `hook_with_zero_step`. There
-    `step` does what is left to do, which is mostly nothing, and may be called or not.
+    Each parameter is stepped by one rank. They are shared out by what their updates cost: for Muon, that is not the
+    number of elements.
+
+    With ``overlap_with_ddp=True`` the steps are made within the backward by a hook, which cuts parameters where it can;
+    see `hook_with_zero_step`. There `step` does what is left to do, which is mostly nothing, and may be called or not.
 
     Args:
         params: Parameters or parameter groups, the same on all ranks.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import traffic
 from lightning_ddp_hooks.reducer import requests
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
 from lightning_ddp_hooks.reducer.issue import Issued, describe_request, is_done, subgroups_of, takes_along
@@ -78,7 +78,7 @@ class InFlightBucket:
         self._issued: Issued | None = None
         self._result: Tensor | None = None
         # Later phases are issued while other buckets are at work, but count for what this one was launched for.
-        self._total = comm.current_total()
+        self._total = traffic.current_total()
 
     @property
     def begun(self) -> bool:
@@ -123,7 +123,7 @@ class InFlightBucket:
         if request is not None and not isinstance(request, (requests.InOrder, requests.EndOfBackward)):
             self._request = None
             storage = self._storage if self.stages == 0 else None
-            with torch.no_grad(), comm.counted_in(self._total):
+            with torch.no_grad(), traffic.counted_in(self._total):
                 self._issued = self._queue.issue(request, self.stages, storage)
             if not isinstance(request, requests.Wait):
                 self.stages += 1
@@ -169,7 +169,7 @@ class InFlightBucket:
             ) from error
         self._issued = None
         # Not in the generator, where it would reach into the code that runs between two phases.
-        with torch.no_grad(), comm.counted_in(self._total):
+        with torch.no_grad(), traffic.counted_in(self._total):
             try:
                 if self._phases is None:
                     self._phases = phases_of(self._hook, self._bucket)

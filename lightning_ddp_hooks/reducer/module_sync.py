@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import _compat, comm, traffic
 from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.real_values import as_real, write_real
 
@@ -189,7 +189,7 @@ class Buffers:
         """Take over the buffers of one rank; a collective call. Nothing happens if each rank keeps its own."""
         self.due = False
         if not self.each_keeps_its_own and (buffers := self.to_send()):
-            with _compat.span("ldh::broadcast_buffers"), comm.counted_as("buffers"):
+            with _compat.span("ldh::broadcast_buffers"), traffic.counted_as("buffers"):
                 broadcast_tensors(buffers, self._group, src)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Hashable, Sequence
 
 from lightning_ddp_hooks.reducer.agreement import RankReport
 
-# Where parameters may be left out, so many backwards are waited for one that uses them all.
+# Where parameters may be left out, so many backwards are waited for one that uses them all; with a static graph for one
+# in which all ranks have a loss.
 MAX_RECORDINGS = 16
 
 
@@ -28,6 +29,7 @@ class BucketOrderRecorder:
         self._static_graph = static_graph
         self._may_miss = may_miss
         self._recordings = 0
+        self._all_had_loss = False  # in the last one
         self._used_in: dict[int, frozenset[int]] = {}
         self.order: list[int] = []
         self.expected = [1] * count
@@ -36,6 +38,7 @@ class BucketOrderRecorder:
 
     def add(self, reports: Sequence[RankReport]) -> None:
         """Take the first rank's order, and behind it what only other ranks used."""
+        self._all_had_loss = all(report.had_loss for report in reports)
         for report in reports:
             for index in report.order:
                 if index not in self._used_in:
@@ -53,8 +56,11 @@ class BucketOrderRecorder:
         self._recordings += 1
         never = self._never_used()
         if self._static_graph:
+            if not self._all_had_loss and self._recordings < MAX_RECORDINGS:
+                return False
             self.dropped = frozenset(never)
-            self.expected = list(own_fired) if any(own_fired) else self.expected  # an absent rank learns from others
+            of_others = [0 if index in self.dropped else count for index, count in enumerate(self.expected)]
+            self.expected = list(own_fired) if any(own_fired) else of_others
         elif never and not (self._may_miss and self._recordings >= MAX_RECORDINGS):
             return False
         self.done = True

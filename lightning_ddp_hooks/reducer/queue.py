@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import comm, traffic
 from lightning_ddp_hooks.reducer import requests, shm_backend
 from lightning_ddp_hooks.reducer.agreement import ranks_text
 from lightning_ddp_hooks.reducer.bucket import Bucket, GradBucket
@@ -150,7 +150,7 @@ class CollectiveQueue:
         """Sum a status over the ranks, at the same place among the collectives on all ranks."""
         self._status = slot if travels_along else slot.clone()
         if not travels_along:
-            with comm.counted_as(CONTROL):
+            with traffic.counted_as(CONTROL):
                 self._status_work = comm.all_reduce(self._status, self.group)
 
     def wait_for_status(self) -> Tensor:
@@ -192,7 +192,7 @@ class CollectiveQueue:
     def compare(self, bucket: str, step: str) -> None:
         """Raise on all ranks if their hooks do not go on with the same step; collective."""
         assert self.compared_over is not None
-        with comm.counted_as(CONTROL):
+        with traffic.counted_as(CONTROL):
             steps = comm.all_gather_object((bucket, step), self.compared_over)
         if len(set(steps)) > 1:
             sides = "; ".join(
@@ -223,7 +223,7 @@ class CollectiveQueue:
             handle = request.handle
             return Issued([handle], lambda: handle)
         if isinstance(request, requests.Together):
-            with nullcontext() if request.purpose is None else comm.counted_as(request.purpose):
+            with nullcontext() if request.purpose is None else traffic.counted_as(request.purpose):
                 parts = [self.issue(part, stage) for part in request.requests]
             return Issued([h for part in parts for h in part.handles], lambda: [part.result() for part in parts])
         if isinstance(request, (requests.InOrder, requests.EndOfBackward)):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from on_sim import Net, batch, wrap
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 pytestmark = pytest.mark.ranks
 
@@ -73,7 +73,9 @@ def _train(backend: Backend, views: bool, to_none: bool, keeps: bool, on_device:
 
 def _all(backend: Backend, on_device: bool) -> dict[tuple[bool, bool, bool], list[list[Tensor]] | str]:
     ways = itertools.product([True, False], repeat=3)
-    return {(views, to_none, keeps): _train(backend, views, to_none, keeps, on_device) for views, to_none, keeps in ways}
+    return {
+        (views, to_none, keeps): _train(backend, views, to_none, keeps, on_device) for views, to_none, keeps in ways
+    }
 
 
 def reference() -> list[list[Tensor]]:

@@ -143,7 +143,9 @@ def _peaks() -> dict[str, int]:
     for way in ("ddp", *BACKENDS):
         net = on_gpu.layers(8, 1024, device)
         if way == "ddp":
-            model: nn.Module = nn.parallel.DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+            model: nn.Module = nn.parallel.DistributedDataParallel(
+                net, process_group=group, gradient_as_bucket_view=True
+            )
         else:
             model = ldh.DataParallel(net, process_group=group, reducer_backend=way)  # type: ignore[arg-type]
         x = torch.randn(64, 1024, device=device)

@@ -6,11 +6,10 @@ from typing import Any
 import on_gpu
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 
 import lightning_ddp_hooks as ldh
-from lightning_ddp_hooks import comm
+from lightning_ddp_hooks import traffic
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.recorder import CompressionError, Recorder
 from lightning_ddp_hooks.monitor.timeline import StepTiming, exposed_by_bucket
@@ -24,10 +23,10 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
     device, group = on_gpu.own_device(), on_gpu.stream_ordered_group()
     net = on_gpu.layers(8, 2048, device)
     model = ldh.DataParallel(net, group, bucket_cap_mb=16, comm_hook=hook)
-    traffic = ByteCounter()
-    comm.count_bytes(traffic)
+    counted = ByteCounter()
+    traffic.count_bytes(counted)
     error = CompressionError(on_gpu.stream_ordered_group(), 1) if compare else None
-    recorder = Recorder(clock_for(device, queues_waits=True), traffic, error)
+    recorder = Recorder(clock_for(device, queues_waits=True), counted, error)
     model.reducer.observer = recorder
     x = torch.randn(4096, 2048, device=device)
     early: list[int] = []
@@ -47,7 +46,7 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
         found += known
     on_gpu.forbid_waits(False)
     found += recorder.settle()
-    comm.count_bytes(None)
+    traffic.count_bytes(None)
     return early, found
 
 

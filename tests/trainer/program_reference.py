@@ -1,5 +1,7 @@
 """What a program has to end with: a loop of plain PyTorch in one process, over replicas that it holds side by side."""
 
+from __future__ import annotations
+
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,19 +92,26 @@ class Simulation:
                     layer.requires_grad_(number not in frozen)
             if not self.apart(step):
                 self._share_buffers(0)
+            *between, last = program.window(step)
+            self._validate(between, average)
             for number in range(program.manual or 1):
                 self._step(step, number)
             if self.tail(step):
-                last = program.window(step)[-1]
                 self._share_buffers(next(r for r in range(program.world) if last < program.counts[r]))
             if program.schedule:
                 for replica in self.replicas:
                     replica.optimizers[0].param_groups[0]["lr"] = replica.rate * 0.9 ** (step + 1)
             average.after(step)
-            if (step + 1) % program.steps == 0 and program.validate:
-                found.val_losses.append(_validate(program, average.model()))
+            self._validate([last], average)
         found.state, found.scale = average.model().state_dict(), self.scale.value
         return found
+
+    def _validate(self, batches: list[int], average: Replicas) -> None:
+        """Validate after those of the batches of an epoch that are due."""
+        program = self.program
+        for index in batches if program.validate else ():
+            if (index + 1) % (program.validate_every or program.batches) == 0:
+                self.found.val_losses.append(_validate(program, average.model()))
 
     def apart(self, step: int) -> bool:
         """Whether an averager has taken over."""

@@ -269,6 +269,7 @@ def _fit(program: Program, *, save: str = "", resume: str | None = None) -> tupl
         gradient_clip_algorithm=program.clip and program.clip[0],
         use_distributed_sampler=False,
         limit_val_batches=None if program.validate else 0,
+        val_check_interval=program.validate_every or None,
     )
     trainer.fit(module, ckpt_path=resume)
     scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -51,6 +51,7 @@ class Program:
         freezes: which layer is (un)frozen before a step.
         norm: whether there is a BatchNorm.
         validate: batches of the validation for each rank; none without.
+        validate_every: after so many batches of each epoch; 0 at its end.
         resume: epoch and batch after which a checkpoint is written, from which another run goes on.
         settings: of the strategy, that change nothing.
     """
@@ -85,6 +86,7 @@ class Program:
     freezes: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
     norm: bool = False
     validate: tuple[int, ...] = ()
+    validate_every: int = 0
     resume: tuple[int, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -275,6 +277,10 @@ def _with_events(program: Program, choose: random.Random) -> Program:
             changes["resume"] = (choose.randrange(program.epochs), end)
         elif program.epochs > 1 and program.loader == "list":  # at the end of an epoch
             changes["resume"] = (choose.randrange(program.epochs - 1), program.batches - 1)
+    if changes.get("validate") and choose.random() < 0.5 and not (program.norm and program.accumulate > 1):
+        changes["validate_every"] = choose.randrange(1, program.batches + 1)
+    if not program.scaler and choose.random() < 0.2:
+        changes["settings"]["detect_nonfinite"] = True
     return Program(**{**vars(program), **changes})
 
 

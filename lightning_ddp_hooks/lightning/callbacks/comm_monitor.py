@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import _compat, comm, traffic
 from lightning_ddp_hooks.lightning.strategy import DDPHooksStrategy
 from lightning_ddp_hooks.lightning.summary import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
@@ -161,7 +161,7 @@ class CommMonitor(Callback):
         self._has_warned = False
         self._unlogged = []
         self._steps_seen = trainer.global_step
-        comm.count_bytes(counter)
+        traffic.count_bytes(counter)
         self._reducer, reducer.observer = reducer, self._recorder
 
     def _own_group(self, reducer: Reducer, *, cpu: bool = False) -> comm.ProcessGroup:
@@ -288,7 +288,7 @@ class CommMonitor(Callback):
         recorder, record, reducer = self._recorder, self.record, self._reducer
         if recorder is None or record is None or reducer is None:
             return
-        comm.count_bytes(None)
+        traffic.count_bytes(None)
         reducer.observer = self._recorder = self._reducer = None
         steps = recorder.settle(wait=wait)
         record.add(steps)
