@@ -79,6 +79,8 @@ void ShmWork::abort() {
 
 void ShmWork::complete(const std::exception_ptr& error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  Region in;  // freed behind the lock: a tensor may need Python's lock to go, whose holder may wait for this one
+  Region out;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_over_) {
@@ -91,8 +93,8 @@ void ShmWork::complete(const std::exception_ptr& error) {
     } else {
       out_.copy_out();
     }
-    in_ = Region();
-    out_ = Region();
+    in = std::move(in_);
+    out = std::move(out_);
     completed_ = true;
     is_over_ = true;
     future = future_;
