@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_ddp_hooks import _compat, comm
+from lightning_ddp_hooks import _compat, comm, traffic
 from lightning_ddp_hooks.describe import declared
 from lightning_ddp_hooks.monitor.clock import clock_for
 from lightning_ddp_hooks.monitor.exchange import StepExchange
@@ -96,7 +96,7 @@ class ModelMonitor:
             hooked.register_forward_pre_hook(self._before_forward),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        comm.count_bytes(counter)
+        traffic.count_bytes(counter)
         reducer.observer = self._recorder
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -133,7 +133,7 @@ class ModelMonitor:
         self._open = False
         for hook in self._hooks:
             hook.remove()
-        comm.count_bytes(None)
+        traffic.count_bytes(None)
         self._reducer.observer = None
         self._add(self._recorder.settle(wait=not failed))
         record, facts = self.record, self._reducer.stats()

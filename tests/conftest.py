@@ -19,7 +19,7 @@ settings.load_profile("suite")
 # Cheapest first, so that a broken build says so within seconds. Tests without one of these marks are pure.
 _COST = {"ranks": 1, "trainer": 2, "gpu": 3, "examples": 4}
 
-# Variables that pytest, Lightning's import and seeding, and torch's compiler set for the rest of the process, harmlessly.
+# Variables that pytest, Lightning's import and seeding, and torch's compiler set for the whole process, harmlessly.
 _MAY_CHANGE = {
     *("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"),
     "TORCHINDUCTOR_CACHE_DIR",

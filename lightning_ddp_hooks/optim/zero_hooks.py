@@ -31,9 +31,9 @@ def hook_with_zero_step(
     """Have ``hook`` followed by the optimizer's step; the steps follow the backward.
 
     They overlap with the reductions that are still under way, which suits networks that are slow beside the
-    computation. With plain all-reduce, gradients go to the owners of their parameters alone; see `OptimizerInHook`. Every
-    iteration updates, also the first. Register the result with the wrapper that was given; each synchronized backward
-    is a step then.
+    computation. With plain all-reduce, gradients go to the owners of their parameters alone; see `OptimizerInHook`.
+    Every iteration updates, also the first. Register the result with the wrapper that was given; each synchronized
+    backward is a step then.
 
     Args:
         hook: Reduces the gradients: a function by torch's contract, or whatever ``comm_hook`` takes.
