@@ -32,7 +32,8 @@ def step(model: nn.Module, **settings: Any) -> None:
 
 
 def create_graph() -> None:
-    refuses(RuntimeError, r"torch.autograd.grad.*no_sync", lambda: step(DDP(nn.Linear(2, 2)), create_graph=True))
+    model = DDP(nn.Linear(2, 2))
+    refuses(RuntimeError, r"torch.autograd.grad.*no_sync", lambda: step(model, create_graph=True))
 
 
 def copies() -> None:
@@ -126,8 +127,8 @@ class TwoOutputs(nn.Module):
 
 
 def two_backwards(**settings: Any) -> None:
-    outputs = DDP(TwoOutputs(), **settings)(torch.ones(1, 2))
-    for number, output in enumerate(outputs):
+    model = DDP(TwoOutputs(), **settings)
+    for number, output in enumerate(model(torch.ones(1, 2))):
         output.sum().backward(retain_graph=not number)
 
 

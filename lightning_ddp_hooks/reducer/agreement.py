@@ -35,6 +35,8 @@ class RankReport:
         sparse: Parameters whose gradient is sparse.
         had_loss: Whether this rank had something to call backward on.
         absent: Whether it rightly had nothing, since it has run out of data.
+        shadowing: Whether it has run out of data: from then on no gradient is missed from it, whatever it has
+            accumulated before.
         order: Parameters in the order in which their gradients became ready; empty unless it is being recorded.
         fired: How often each parameter's gradient came; empty unless the order is being recorded.
         structure: Digest of names, dtypes and shapes; empty unless the order is being recorded.
@@ -48,6 +50,7 @@ class RankReport:
     sparse: tuple[int, ...] = ()
     had_loss: bool = True
     absent: bool = False
+    shadowing: bool = False
     order: tuple[int, ...] = ()
     fired: tuple[int, ...] = ()
     structure: str = ""
@@ -114,10 +117,12 @@ def resolve(
         for index in sorted(set().union(*missing))
     }
     unused = frozenset(index for index, ranks in missing_on.items() if len(ranks) == len(working))
+    with_data = {rank for rank in working if not reports[rank].shadowing}
+    missed_on = {index: [rank for rank in ranks if rank in with_data] for index, ranks in missing_on.items()}
     wrong = {
         index: ranks
-        for index, ranks in missing_on.items()
-        if names[index] in trainable and _is_error(len(ranks) == len(working), policy)
+        for index, ranks in missed_on.items()
+        if ranks and names[index] in trainable and _is_error(len(ranks) == len(with_data), policy)
     }
     if wrong:
         raise RuntimeError(_missing_text(wrong, names, working, policy))
