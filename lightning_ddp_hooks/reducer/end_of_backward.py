@@ -292,7 +292,6 @@ class BackwardEnd:
             trainable=params.names_now(),
             sparse=tuple(index for index, param in enumerate(params.params) if _is_sparse(param.grad)),
             had_loss=self._had_loss,
-            absent=self._absent,
             shadowing=self.shadowing,
             order=tuple(engine.order()),
             fired=tuple(engine.fired()) if recording else (),
