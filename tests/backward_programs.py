@@ -177,7 +177,7 @@ class ByHand(Bare):
             param.register_post_accumulate_grad_hook(lambda _, index=index: self.used.add(index))
 
     def reduce(self, divisor: int = 0, *, shadows: bool = False, adds: bool = True) -> None:
-        """Reduce what has been accumulated; a rank that ``shadows``, without data, ``adds`` what it holds or nothing."""
+        """Reduce what has been accumulated; a rank that ``shadows`` the others ``adds`` what it holds, or nothing."""
         params = list(self.module.parameters())
         flags = torch.tensor([float(index in self.used) for index in range(len(params))] + [float(not shadows)])
         dist.all_reduce(flags)
