@@ -176,10 +176,10 @@ class ByHand(Bare):
         for index, param in enumerate(module.parameters()):
             param.register_post_accumulate_grad_hook(lambda _, index=index: self.used.add(index))
 
-    def reduce(self, divisor: int = 0, *, adds: bool = True) -> None:
-        """Reduce what has been accumulated; without data a rank ``adds`` what it holds, or nothing."""
+    def reduce(self, divisor: int = 0, *, shadows: bool = False, adds: bool = True) -> None:
+        """Reduce what has been accumulated; a rank that ``shadows`` the others ``adds`` what it holds, or nothing."""
         params = list(self.module.parameters())
-        flags = torch.tensor([float(index in self.used) for index in range(len(params))] + [float(bool(self.used))])
+        flags = torch.tensor([float(index in self.used) for index in range(len(params))] + [float(not shadows)])
         dist.all_reduce(flags)
         *counts, ranks = flags.tolist()
         used = {index for index, count in enumerate(counts) if count}
@@ -302,7 +302,7 @@ class _Machine:
                 self.batch(op, number, model, lambda divisor=divisor: model.reduce(divisor))
             else:
                 holds = op.clears == "never" or (op.clears == "end" and number == 0)  # the sums the others add to
-                model.reduce(divisor, adds=op.by_world and holds)
+                model.reduce(divisor, shadows=True, adds=op.by_world and holds)
         if batches[self.rank] < max(batches) and op.clears == "end":
             model.module.zero_grad()
         self.epoch_ended(op, model, batches)

@@ -21,6 +21,7 @@ def check(batch: Sequence[Program], subjects: Sequence[str], world_size: int = 2
 
 
 _OTHER_HEADS = ((0,), (0, 2, 1))
+_SOME_ACCUMULATED = Op("no_sync", heads=((0, 1), (1, 2)))
 # Found by the soak, or alike: run in each test.
 FOUND = [
     # A static graph is learned while one rank, which uses more, has no data.
@@ -32,6 +33,8 @@ FOUND = [
         ),
         static_graph=True,
     ),
+    # A rank has accumulated some gradients when it runs out of data: in the first backward, and in a later one.
+    Program((_SOME_ACCUMULATED, Op("join", batches=(0, 2)), _SOME_ACCUMULATED, Op("join", batches=(0, 2)), Op("sync"))),
     # A local backward, which is reduced, between the forward and a backward for each output.
     Program((Op("sync", apart="outputs", between="local"), Op("sync", apart="forwards", between="local"))),
 ]

@@ -32,7 +32,8 @@ def step(model: nn.Module, **settings: Any) -> None:
 
 
 def create_graph() -> None:
-    refuses(RuntimeError, r"torch.autograd.grad.*no_sync", lambda: step(DDP(nn.Linear(2, 2)), create_graph=True))
+    model = DDP(nn.Linear(2, 2))
+    refuses(RuntimeError, r"torch.autograd.grad.*no_sync", lambda: step(model, create_graph=True))
 
 
 def copies() -> None:

@@ -6,6 +6,7 @@ Pure: the reports are exchanged elsewhere. Every rank resolves the same reports,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -34,7 +35,8 @@ class RankReport:
         trainable: Names of all parameters of the module that require a gradient.
         sparse: Parameters whose gradient is sparse.
         had_loss: Whether this rank had something to call backward on.
-        absent: Whether it rightly had nothing, since it has run out of data.
+        shadowing: Whether it has run out of data, so that no gradient is missed from it; its loss is what it had
+            accumulated before.
         order: Parameters in the order in which their gradients became ready; empty unless it is being recorded.
         fired: How often each parameter's gradient came; empty unless the order is being recorded.
         structure: Digest of names, dtypes and shapes; empty unless the order is being recorded.
@@ -47,13 +49,18 @@ class RankReport:
     trainable: tuple[str, ...] = ()
     sparse: tuple[int, ...] = ()
     had_loss: bool = True
-    absent: bool = False
+    shadowing: bool = False
     order: tuple[int, ...] = ()
     fired: tuple[int, ...] = ()
     structure: str = ""
     problem: str | None = None
     aborted: str | None = None
     buffers_replaced: bool = False
+
+    @property
+    def absent(self) -> bool:
+        """Whether it rightly had nothing, since it has run out of data."""
+        return self.shadowing and not self.had_loss
 
 
 @dataclass(frozen=True)
@@ -114,13 +121,15 @@ def resolve(
         for index in sorted(set().union(*missing))
     }
     unused = frozenset(index for index, ranks in missing_on.items() if len(ranks) == len(working))
+    with_data = {rank for rank in working if not reports[rank].shadowing}
+    missed_on = {index: [rank for rank in ranks if rank in with_data] for index, ranks in missing_on.items()}
     wrong = {
         index: ranks
-        for index, ranks in missing_on.items()
-        if names[index] in trainable and _is_error(len(ranks) == len(working), policy)
+        for index, ranks in missed_on.items()
+        if ranks and names[index] in trainable and _is_error(len(ranks) == len(with_data), policy)
     }
     if wrong:
-        raise RuntimeError(_missing_text(wrong, names, working, policy))
+        raise RuntimeError(_missing_text(wrong, names, with_data, policy))
     known = set(names)
     return Resolution(
         unused=unused,
@@ -170,12 +179,12 @@ def raise_if_sets_differ(of_ranks: Sequence[Sequence[str]]) -> None:
 
 
 def _missing_text(
-    wrong: dict[int, list[int]], names: Sequence[str], working: Sequence[int], policy: UnusedPolicy
+    wrong: dict[int, list[int]], names: Sequence[str], ranks_with_data: AbstractSet[int], policy: UnusedPolicy
 ) -> str:
     lines = [f"  {names[index]!r} on {ranks_text(ranks)}" for index, ranks in list(wrong.items())[:MAX_NAMES]]
     if len(wrong) > MAX_NAMES:
         lines.append(f"  and {len(wrong) - MAX_NAMES} more")
-    everywhere = all(len(ranks) == len(working) for ranks in wrong.values())
+    everywhere = all(len(ranks) == len(ranks_with_data) for ranks in wrong.values())
     text = "Parameters got no gradient in this backward:\n" + "\n".join(lines) + "\n"
     if policy is UnusedPolicy.ALIKE:
         return text + (

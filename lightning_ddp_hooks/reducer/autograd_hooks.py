@@ -91,7 +91,7 @@ class OutputHooks:
         return len(self._unvisited) > 0
 
     def forget(self) -> None:
-        """Expect no more from the outputs watched so far, once a backward has come through one; it is told still."""
+        """Expect no more from the outputs watched so far, once a backward has come through one of them."""
         if self._any_visited:
             self._unvisited.clear()
             self._any_visited = False

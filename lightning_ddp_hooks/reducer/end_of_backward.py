@@ -129,7 +129,7 @@ class BackwardEnd:
         engine = self._manager.engine
         if aborted is not None or self._set_changed or engine.late() or self._buffers.replaced:
             return True
-        if self._policy is not UnusedPolicy.FORBIDDEN or self.complete or not self._had_loss:
+        if self._policy is not UnusedPolicy.FORBIDDEN or self.complete or not self._had_loss or self.shadowing:
             return False
         used = engine.used()
         return any(not used[index] for index in engine.unready())
@@ -292,7 +292,7 @@ class BackwardEnd:
             trainable=params.names_now(),
             sparse=tuple(index for index, param in enumerate(params.params) if _is_sparse(param.grad)),
             had_loss=self._had_loss,
-            absent=self._absent,
+            shadowing=self.shadowing,
             order=tuple(engine.order()),
             fired=tuple(engine.fired()) if recording else (),
             structure=params.digest() if recording else "",

@@ -29,7 +29,7 @@ class BucketOrderRecorder:
         self._static_graph = static_graph
         self._may_miss = may_miss
         self._recordings = 0
-        self._all_had_loss = False  # in the last one
+        self._all_came = False  # gradients of all ranks, in the last one
         self._used_in: dict[int, frozenset[int]] = {}
         self.order: list[int] = []
         self.expected = [1] * count
@@ -38,7 +38,7 @@ class BucketOrderRecorder:
 
     def add(self, reports: Sequence[RankReport]) -> None:
         """Take the first rank's order, and behind it what only other ranks used."""
-        self._all_had_loss = all(report.had_loss for report in reports)
+        self._all_came = all(any(report.fired) for report in reports)
         for report in reports:
             for index in report.order:
                 if index not in self._used_in:
@@ -56,7 +56,7 @@ class BucketOrderRecorder:
         self._recordings += 1
         never = self._never_used()
         if self._static_graph:
-            if not self._all_had_loss and self._recordings < MAX_RECORDINGS:
+            if not self._all_came and self._recordings < MAX_RECORDINGS:
                 return False
             self.dropped = frozenset(never)
             of_others = [0 if index in self.dropped else count for index, count in enumerate(self.expected)]
