@@ -63,6 +63,7 @@ part() {
     local name=$1 seconds=$2 start=$SECONDS
     shift 2
     [[ -n ${PARTS:-} && " $PARTS " != *" $name "* ]] && return
+    [[ -n $dry ]] && seconds=$limit
     ((seconds > limit - SECONDS)) && seconds=$((limit - SECONDS))
     if ((seconds < 5)); then
         echo "=== $name: no time left"
@@ -78,7 +79,7 @@ part() {
 }
 
 # Warnings are shown, and fail nothing: what torch has to say on a device nobody may have seen before.
-tests=("$python" -m pytest -q -o addopts= -o filterwarnings=default -p no:cacheprovider --timeout=120 --durations=5)
+tests=("$python" -m pytest -v -o addopts= -o filterwarnings=default -p no:cacheprovider --timeout=120 --durations=5)
 device=(--device cuda) few=() large=transformer output=(--output markdown)
 if [[ -n $dry ]]; then
     limit=1800 # on whatever machine
