@@ -63,6 +63,7 @@ part() {
     local name=$1 seconds=$2 start=$SECONDS
     shift 2
     [[ -n ${PARTS:-} && " $PARTS " != *" $name "* ]] && return
+    [[ -n $dry ]] && seconds=$limit
     ((seconds > limit - SECONDS)) && seconds=$((limit - SECONDS))
     if ((seconds < 5)); then
         echo "=== $name: no time left"
@@ -78,7 +79,7 @@ part() {
 }
 
 # Warnings are shown, and fail nothing: what torch has to say on a device nobody may have seen before.
-tests=("$python" -m pytest -q -o addopts= -o filterwarnings=default -p no:cacheprovider --timeout=120 --durations=5)
+tests=("$python" -m pytest -v -o addopts= -o filterwarnings=default -p no:cacheprovider --timeout=120 --durations=5)
 device=(--device cuda) few=() large=transformer output=(--output markdown)
 if [[ -n $dry ]]; then
     limit=1800 # on whatever machine
@@ -103,9 +104,9 @@ part step_time_shared 40 "$python" benchmarks/step_time.py "${device[@]}" "${few
 part compiled 60 "$python" benchmarks/compiled.py "${device[@]}" "${few[@]}" --blocks "${dry:-5}" "${output[@]}" \
     --models "$large" --variants native-view
 part hooks 40 "$python" benchmarks/hooks.py "${device[@]}" "${output[@]}" --rounds "${dry:-10}" --models "$large" \
-    --hooks fp16 bf16 "powersgd 1" "powersgd 4" int8 fp8 topk
-part hooks_shared 30 "$python" benchmarks/hooks.py "${device[@]}" --world-size 2 "${output[@]}" \
-    --rounds "${dry:-5}" --models mlp --hooks fp16 "powersgd 4" int8
+    --hooks allreduce fp16 bf16 "powersgd 1" "powersgd 4" # the others do nothing on one rank
+part hooks_shared 40 "$python" benchmarks/hooks.py "${device[@]}" --world-size 2 "${output[@]}" \
+    --rounds "${dry:-5}" --models "$large" --hooks fp16 "powersgd 4" int8 fp8 topk
 part memory 40 "$python" benchmarks/memory.py "${device[@]}" "${output[@]}" --repeats 1 --models "$large" \
     --variants ddp-view python-view native-view
 

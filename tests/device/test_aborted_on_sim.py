@@ -12,6 +12,9 @@ from on_sim import Net, batch, wrap
 from ranks import run_ranks
 from torch import Tensor
 
+import lightning_ddp_hooks as ldh
+from lightning_ddp_hooks import hooks
+
 pytestmark = pytest.mark.ranks
 
 Backend = Literal["python", "native"]
@@ -31,12 +34,27 @@ class _KeepsItsLoss(Net):
         self.loss = super().forward(batch).square().mean()
 
 
+class _Late(hooks.CommHook, hooks.BoundHook):
+    """The mean, which is back in the bucket long after it was taken from there."""
+
+    def bind(self, context: hooks.BindContext) -> hooks.BoundHook:
+        return self
+
+    def reduce(self, bucket: ldh.GradBucket) -> hooks.Phases:
+        total = bucket.buffer().div(bucket.divisor)
+        yield hooks.requests.AllReduce(total)
+        if total.device.type != "cpu":
+            sim.sleep(40)
+        bucket.buffer().copy_(total)
+        return None
+
+
 def _train(backend: Backend, views: bool, to_none: bool, keeps: bool, on_device: bool) -> list[list[Tensor]] | str:
     rank = dist.get_rank()
     device = sim.join_world(seed=rank, delayed=0.2, longest_ms=1) if on_device else torch.device("cpu")
     torch.manual_seed(0)
     net = (_KeepsItsLoss() if keeps else Net()).to(device)
-    model = wrap(net, reducer_backend=backend, gradient_as_bucket_view=views)
+    model = wrap(net, comm_hook=_Late(), reducer_backend=backend, gradient_as_bucket_view=views)
     fails = False
 
     def boom(grad: Tensor) -> None:
@@ -51,17 +69,12 @@ def _train(backend: Backend, views: bool, to_none: bool, keeps: bool, on_device:
         output = model(batch(step, rank).to(device))
         loss = net.loss if keeps else output.square().mean()
         if fails:
-            stream = model.reducer._in_flight.streams[0].stream
-            if rank == 1 and stream is not None:  # rank 0 sends what it has, and clears it before the sum arrives
-                sim.slow_down(stream, 50)
             with pytest.raises(Boom):
                 loss.backward(retain_graph=True)
-            time.sleep(0.02)
+            time.sleep(0.01)  # what is being sent has been read, and is not back yet
             model.zero_grad(set_to_none=to_none)
             if on_device:
                 torch.accelerator.synchronize()
-            if rank == 1 and stream is not None:
-                sim.slow_down(stream, 0)
             fails = False
         try:
             loss.backward()

@@ -15,6 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 DRY = os.environ.get("GPU_CHECK_DRY") == "1"
 
+# Of a batch whose backward takes a GPU a few milliseconds.
+ROWS = 8 if DRY else 4096
+
 # How a trace names matrix products, which make up most of a backward of linear layers.
 _PRODUCTS = ("gemm", "cutlass", "nvjet", "xmma")
 

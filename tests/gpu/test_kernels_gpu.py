@@ -3,9 +3,11 @@
 import on_gpu
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+import lightning_ddp_hooks as ldh
 from lightning_ddp_hooks.hooks import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
@@ -79,10 +81,6 @@ def test_a_block_with_a_value_that_is_not_finite_shows() -> None:
 
 def _casts() -> dict[str, float]:
     """Return for each dtype the largest relative error of the mean over the ranks, beside float64."""
-    import torch.distributed as dist
-
-    import lightning_ddp_hooks as ldh
-
     device, found = on_gpu.own_device(), {}
     for name, hook in {
         "fp16": "fp16",

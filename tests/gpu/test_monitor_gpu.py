@@ -30,7 +30,7 @@ def _run(hook: Any, steps: int, *, strict: bool, compare: bool = False) -> tuple
     error = QualityMeter(on_gpu.stream_ordered_group(), 1, start_read) if compare else None
     recorder = Recorder(clock_for(device, queues_waits=True), counted, error)
     model.reducer.observer = recorder
-    x = torch.randn(4096, 2048, device=device)
+    x = torch.randn(on_gpu.ROWS, 2048, device=device)
     early: list[int] = []
     found: list[StepTiming] = []
     for step in range(steps):
@@ -88,7 +88,7 @@ def test_a_slow_hook_shows_as_time_in_flight_and_as_waiting() -> None:
             assert on_gpu.DRY or 2e-3 < bucket.done - bucket.launched < 0.2
         # The stream does one after the other, so the last ones are waited for.
         assert on_gpu.DRY or step.wait > 0.5 * sum(b.done - b.launched for b in step.buckets[-4:])
-        assert sum(exposed_by_bucket(step)) == pytest.approx(step.wait, rel=0.1)
+        assert on_gpu.DRY or sum(exposed_by_bucket(step)) == pytest.approx(step.wait, rel=0.1)
 
 
 def _compared() -> tuple[list[int], list[StepTiming]]:

@@ -69,7 +69,7 @@ def _gloo_inside_the_backward(backend: Backend) -> tuple[int, int]:
     """Count the buckets whose way to the host begins before the last matrix product of the backward has ended."""
     device = on_gpu.own_device()
     model = ldh.DataParallel(on_gpu.layers(8, 2048, device), bucket_cap_mb=16, reducer_backend=backend)
-    x = torch.randn(4096, 2048, device=device)
+    x = torch.randn(on_gpu.ROWS, 2048, device=device)
 
     def step() -> None:
         model.zero_grad()
@@ -92,7 +92,7 @@ def _nccl_inside_the_backward(backend: Backend) -> int:
     device, group = on_gpu.own_device(), on_gpu.stream_ordered_group()
     net = on_gpu.layers(8, 2048, device)
     model = ldh.DataParallel(net, process_group=group, bucket_cap_mb=16, reducer_backend=backend)
-    x = torch.randn(4096, 2048, device=device)
+    x = torch.randn(on_gpu.ROWS, 2048, device=device)
     for _ in range(3):
         model.zero_grad()
         model(x).square().mean().backward()
@@ -117,7 +117,7 @@ def _slow_hook(backend: Backend) -> tuple[int, float]:
     model = ldh.DataParallel(
         net, process_group=group, bucket_cap_mb=16, comm_hook=(None, hook), reducer_backend=backend
     )
-    x = torch.randn(4096, 2048, device=device)
+    x = torch.randn(on_gpu.ROWS, 2048, device=device)
     norms = []
 
     def step() -> None:
