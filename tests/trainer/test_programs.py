@@ -33,5 +33,5 @@ FAILED_ONCE: dict[int, list[Program]] = {
 def test_programs_end_as_one_process_does(world: int) -> None:
     if why_no_native() is not None:
         pytest.skip("no native engine")
-    wrong = judge([*FAILED_ONCE[world], *varied(programs(0, 200, world), 7)])
+    wrong = judge([*FAILED_ONCE[world], *varied(programs(0, 200, world), 6)])
     assert not wrong, "\n".join(wrong)
