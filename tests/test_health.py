@@ -183,7 +183,8 @@ def test_a_stalled_rank_is_named_with_its_line() -> None:
         "Rank 1 has made no progress for 31 s, while others wait for its gradients: it is at step 3, outside a "
         "backward, in `f` (a.py:3). If it has work of its own that takes so long, set `stall_timeout`.\n"
         "Rank 0, this one, was at step 3, in a backward with 1 of 2 buckets sent, waiting for bucket 0 ('a'), in "
-        "`fit` (b.py:9) in `wait` (x.py:1)."
+        "`fit` (b.py:9) in `wait` (x.py:1).\n"
+        "In short: Rank 1 has made no progress for 31 s, while others wait for its gradients"
     )
 
 

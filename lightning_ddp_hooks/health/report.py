@@ -134,7 +134,11 @@ def failure_report(
         lines += [f"The error of rank {other}:", *(f"  {line}" for line in error)]
     # What many read is the last line.
     told = peers[failed[0]].heartbeat.text.strip() if failed else ""
-    whose = f"rank {failed[0]} failed: {told.splitlines()[-1].strip()}" if told else lines[0].splitlines()[0]
+    whose = (
+        f"rank {failed[0]} failed: {told.splitlines()[-1].strip()}"
+        if told
+        else lines[0].splitlines()[0].partition(": ")[0]
+    )
     lines.append(f"In short: {whose}")
     return "\n".join(lines)
 

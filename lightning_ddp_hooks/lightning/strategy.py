@@ -65,8 +65,8 @@ class DDPHooksStrategy(DDPStrategy):
         precision_plugin: set by the Trainer from its ``precision``.
         comm_hook: what is done with each full bucket of gradients: a short name, a `CommHook`, or a pair
             ``(state, hook)`` by torch's contract; None for the mean over ranks. Works on every backend, also on CPU.
-            Short names are allreduce, batched_powersgd, bf16, fp16, fp8, int8, noop, onebit, post_local_sgd, powersgd,
-            quantize_per_channel, quantize_per_tensor, topk.
+            Short names are allreduce, batched_powersgd, bf16, fp16, fp8, hierarchical, int8, noop, onebit,
+            post_local_sgd, powersgd, quantize_per_channel, quantize_per_tensor, topk.
         averager: averages the model every few steps, not gradients at each: a short name (diloco, hierarchical,
             local_sgd, slowmo), or a `ModelAverager`.
         average_before_eval: put the averaged model in place for validation.

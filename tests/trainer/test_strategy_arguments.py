@@ -25,7 +25,18 @@ from trainer_runs import EXACT, Net, State, assert_same, fit
 from lightning_ddp_hooks import DDPHooksStrategy
 from lightning_ddp_hooks.averaging import DiLoCo, HierarchicalModelAverager, PeriodicModelAverager
 from lightning_ddp_hooks.callbacks import CommMonitor, UnevenInputs
-from lightning_ddp_hooks.hooks import Cast, CommHook, PerParameter, PowerSGD, Rule, Schedule, Stage, TopK, TorchHook
+from lightning_ddp_hooks.hooks import (
+    BlockQuantize,
+    Cast,
+    CommHook,
+    PerParameter,
+    PowerSGD,
+    Rule,
+    Schedule,
+    Stage,
+    TopK,
+    TorchHook,
+)
 from lightning_ddp_hooks.optim import OptimizerInHook
 
 LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -271,7 +282,7 @@ HOOK_FLAGS: list[tuple[list[str], CommHook]] = [
     (["comm_hook=powersgd"], PowerSGD()),
     (["comm_hook=lightning_ddp_hooks.hooks.PowerSGD", "comm_hook.rank=4"], PowerSGD(rank=4)),
     (["comm_hook=TopK", "comm_hook.ratio=0.1"], TopK(ratio=0.1)),
-    (["comm_hook=Cast", "comm_hook.inner=powersgd", "comm_hook.dtype=float16"], Cast("powersgd", "float16")),
+    (["comm_hook=Cast", "comm_hook.inner=powersgd", "comm_hook.dtype=float16"], Cast(PowerSGD(), "float16")),
 ]
 
 
@@ -291,7 +302,10 @@ def test_command_line_sets_the_averager(monkeypatch: pytest.MonkeyPatch) -> None
 
 HOOK_NAMES = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 IN_YAML: list[tuple[str, dict[str, Any]]] = [
-    ("comm_hook: {class_path: Cast, init_args: {inner: int8, dtype: float16}}", {"comm_hook": Cast("int8", "float16")}),
+    (
+        "comm_hook: {class_path: Cast, init_args: {inner: int8, dtype: float16}}",
+        {"comm_hook": Cast(BlockQuantize(), "float16")},
+    ),
     (
         """
         comm_hook:
@@ -315,7 +329,8 @@ IN_YAML: list[tuple[str, dict[str, Any]]] = [
         """,
         {
             "comm_hook": PerParameter(
-                [Rule(PowerSGD(rank=4), ndim=2), Rule("int8", pattern="*.embed.*")], default="bf16"
+                [Rule(PowerSGD(rank=4), ndim=2), Rule(BlockQuantize(), pattern="*.embed.*")],
+                default=Cast(dtype="bfloat16"),
             )
         },
     ),
@@ -329,7 +344,7 @@ IN_YAML: list[tuple[str, dict[str, Any]]] = [
             - step: 1000
               hook: {class_path: lightning_ddp_hooks.hooks.TopK, init_args: {ratio: 0.1}}
         """,
-        {"comm_hook": Schedule([Stage(0, "bf16"), Stage(1000, TopK(ratio=0.1))])},
+        {"comm_hook": Schedule([Stage(0, Cast(dtype="bfloat16")), Stage(1000, TopK(ratio=0.1))])},
     ),
     (
         f"comm_hook: {{class_path: TorchHook, init_args: {{hook: {HOOK_NAMES}.allreduce_hook}}}}",
