@@ -158,16 +158,16 @@ HOOKS: dict[str, Any] = {
 WITH_BIAS = ("bf16", "fp16", "topk", "powersgd", "powersgd in bf16", "per parameter")
 
 
-class _Given(nn.Module):
-    """A module of parameters whose gradients are what it is given."""
+class _Given(nn.Sequential):
+    """A layer of the names and gradients that it is given; PowerSGD's first factors follow from the names."""
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
-        super().__init__()
-        self.names = list(shapes)
-        self.values = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes.values())
+        super().__init__(nn.Module())
+        for name, shape in shapes.items():
+            self[0].register_parameter(name.removeprefix("0."), nn.Parameter(torch.zeros(shape)))
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return sum((own * gradients[name]).sum() for name, own in zip(self.names, self.values, strict=True))
+        return sum((own * gradients[name]).sum() for name, own in self.named_parameters())
 
 
 def _wide(bias: bool = True) -> nn.Sequential:
@@ -197,7 +197,7 @@ def _hook_against_data_parallel(hook: Any, bias: bool) -> float:
             given[name] = param.grad.div_(2).chunk(2)[place]
         expected.zero_grad()
         other(given).backward()
-        for name, own in zip(expected.names, expected.values, strict=True):
+        for name, own in expected.named_parameters():
             found = dict(model.named_parameters())[name].grad.to_local()
             worst = max(worst, float((found - own.grad).abs().max() / own.grad.abs().max()))
         optimizer.step()
