@@ -46,12 +46,12 @@ class Double(Net):
 
 class ShardedNet(Double):
     mesh_dims: str | tuple[str, ...] = WITHIN
+    layers: tuple[int, ...] = (0, 2, 4)  # sharded by themselves
 
     def configure_model(self) -> None:
         mesh = self.device_mesh[self.mesh_dims]
-        for layer in self.net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
+        for layer in self.layers:
+            fully_shard(self.net[layer], mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 
     def train_dataloader(self) -> Any:
@@ -67,6 +67,8 @@ class ShardedNet(Double):
 
 
 class TensorParallelNet(ShardedNet):
+    layers = (4,)  # FSDP2 warns of outputs that are views, as those of parallel layers are
+
     def configure_model(self) -> None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
@@ -143,9 +145,9 @@ def _checkpoints(folder: str) -> dict[str, Any]:
             float(trainer.callback_metrics["val_loss"] - again.callback_metrics["val_loss"])
         )
         found[f"{name} files"] = sorted(os.listdir(first))
-        # The averaged model, in a strategy that knows nothing of it.
+        # The averaged model, in a strategy that knows nothing of it, and which has nothing left to train.
         stock, _ = _fit(ModelParallelStrategy(4, 1), ckpt=str(first), max_epochs=1)
-        found[f"{name} in stock"] = {key: value.isfinite().all().item() for key, value in stock.items()}
+        found[f"{name} in stock"] = _difference(stock, _fit(make(), max_epochs=1)[0])
     stock_path = Path(folder) / "stock"
     saving = ModelCheckpoint(stock_path, every_n_epochs=1, filename="last")
     options = {"enable_checkpointing": True, "callbacks": [saving]}
@@ -206,8 +208,7 @@ def test_checkpoints_resume_and_load_in_lightnings_strategy() -> None:
             assert found[name] < 1e-12, name
             assert found[f"{name} val_loss"] < 1e-12, name
             assert "lightning_ddp_hooks" in found[f"{name} files"]
-            assert found[f"{name} in stock"]
-            assert all(found[f"{name} in stock"].values())
+            assert found[f"{name} in stock"] < 1e-12, name
         assert found["steps after stock"] == [8]
 
 
