@@ -83,7 +83,7 @@ def _fit(
     module = TensorParallelNet() if parallel else ShardedNet() if sharded else Double()
     if across:
         module.mesh_dims = ACROSS
-    options = {**QUIET, "devices": 4, **options}
+    options = {**QUIET, "devices": 4, "max_epochs": 1, **options}
     trainer = Trainer(strategy=strategy, **options)
     trainer.fit(module, ckpt_path=ckpt, **(SAFELY if ckpt else {}))
     return whole_state(module), trainer
@@ -136,26 +136,26 @@ def _checkpoints(folder: str) -> dict[str, Any]:
     for name, make in settings.items():
         path = Path(folder) / name
         saving = ModelCheckpoint(path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
-        options = {"enable_checkpointing": True, "callbacks": [saving], "num_sanity_val_steps": 1}
+        options = {"enable_checkpointing": True, "callbacks": [saving], "num_sanity_val_steps": 1, "max_epochs": 2}
         expected, trainer = _fit(make(), **options)
         first = path / "epoch=0.ckpt"
-        resumed, again = _fit(make(), ckpt=str(first))
+        resumed, again = _fit(make(), ckpt=str(first), max_epochs=2)
         found[name] = _difference(resumed, expected)
         found[f"{name} val_loss"] = abs(
             float(trainer.callback_metrics["val_loss"] - again.callback_metrics["val_loss"])
         )
         found[f"{name} files"] = sorted(os.listdir(first))
         # The averaged model, in a strategy that knows nothing of it, and which has nothing left to train.
-        stock, _ = _fit(ModelParallelStrategy(4, 1), ckpt=str(first), max_epochs=1)
-        found[f"{name} in stock"] = _difference(stock, _fit(make(), max_epochs=1)[0])
+        stock, _ = _fit(ModelParallelStrategy(4, 1), ckpt=str(first))
+        found[f"{name} in stock"] = _difference(stock, _fit(make())[0])
     stock_path = Path(folder) / "stock"
     saving = ModelCheckpoint(stock_path, every_n_epochs=1, filename="last")
     options = {"enable_checkpointing": True, "callbacks": [saving]}
-    _fit(ModelParallelStrategy(4, 1), **options, max_epochs=1)
+    _fit(ModelParallelStrategy(4, 1), **options)
     strategy = FSDPHooksStrategy(replicas=2, comm_hook="int8")
     steps: list[int] = []
     strategy.on_train_end = lambda: steps.append(strategy.hooks.step)  # type: ignore[method-assign]
-    _fit(strategy, ckpt=str(stock_path / "last.ckpt"))
+    _fit(strategy, ckpt=str(stock_path / "last.ckpt"), max_epochs=2)
     found["steps after stock"] = steps
     return found
 
