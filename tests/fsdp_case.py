@@ -1,6 +1,7 @@
 """A small sharded model on 2 x 2 ranks, its data, and references in one process or without shards."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,10 +43,12 @@ def shard(model: nn.Sequential, mesh: DeviceMesh, **options: Any) -> nn.Sequenti
     return fully_shard(model, mesh=mesh, **options)
 
 
+@cache
 def mesh_2d(replicas: int = 2, shards: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
+@cache
 def mesh_1d() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 

@@ -230,16 +230,17 @@ def test_ranks_are_named_by_group_or_mesh_and_static_graph_comes_in_time() -> No
 ALONE = """
 import sys
 from lightning_ddp_hooks import DataParallel, DistributedDataParallel, hooks
-assert not {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"} & set(sys.modules), "loaded"
+unwanted = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "torch.distributed.fsdp"}
+assert not unwanted & set(sys.modules), "loaded"
 import lightning.pytorch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 import lightning_ddp_hooks as ldh
 assert StrategyRegistry["ddp_hooks"]["strategy"] is ldh.DDPHooksStrategy
 assert STRATEGY_REGISTRY["ddp_hooks"]["strategy"] is ldh.FabricDDPHooksStrategy
-assert ldh.callbacks.UnevenInputs
+assert ldh.callbacks.UnevenInputs and ldh.fsdp.apply
 """
 
 
-def test_plain_pytorch_does_not_load_lightning_and_names_are_registered_once_it_is() -> None:
+def test_plain_pytorch_loads_neither_lightning_nor_fsdp_and_names_are_registered_once_it_is() -> None:
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)

@@ -46,12 +46,12 @@ class Double(Net):
 
 class ShardedNet(Double):
     mesh_dims: str | tuple[str, ...] = WITHIN
+    layers: tuple[int, ...] = (0, 2, 4)  # sharded by themselves
 
     def configure_model(self) -> None:
         mesh = self.device_mesh[self.mesh_dims]
-        for layer in self.net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
+        for layer in self.layers:
+            fully_shard(self.net[layer], mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 
     def train_dataloader(self) -> Any:
@@ -67,6 +67,8 @@ class ShardedNet(Double):
 
 
 class TensorParallelNet(ShardedNet):
+    layers = (4,)  # FSDP2 warns of outputs that are views, as those of parallel layers are
+
     def configure_model(self) -> None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
@@ -81,7 +83,7 @@ def _fit(
     module = TensorParallelNet() if parallel else ShardedNet() if sharded else Double()
     if across:
         module.mesh_dims = ACROSS
-    options = {**QUIET, "devices": 4, **options}
+    options = {**QUIET, "devices": 4, "max_epochs": 1, **options}
     trainer = Trainer(strategy=strategy, **options)
     trainer.fit(module, ckpt_path=ckpt, **(SAFELY if ckpt else {}))
     return whole_state(module), trainer
@@ -134,26 +136,26 @@ def _checkpoints(folder: str) -> dict[str, Any]:
     for name, make in settings.items():
         path = Path(folder) / name
         saving = ModelCheckpoint(path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
-        options = {"enable_checkpointing": True, "callbacks": [saving], "num_sanity_val_steps": 1}
+        options = {"enable_checkpointing": True, "callbacks": [saving], "num_sanity_val_steps": 1, "max_epochs": 2}
         expected, trainer = _fit(make(), **options)
         first = path / "epoch=0.ckpt"
-        resumed, again = _fit(make(), ckpt=str(first))
+        resumed, again = _fit(make(), ckpt=str(first), max_epochs=2)
         found[name] = _difference(resumed, expected)
         found[f"{name} val_loss"] = abs(
             float(trainer.callback_metrics["val_loss"] - again.callback_metrics["val_loss"])
         )
         found[f"{name} files"] = sorted(os.listdir(first))
-        # The averaged model, in a strategy that knows nothing of it.
-        stock, _ = _fit(ModelParallelStrategy(4, 1), ckpt=str(first), max_epochs=1)
-        found[f"{name} in stock"] = {key: value.isfinite().all().item() for key, value in stock.items()}
+        # The averaged model, in a strategy that knows nothing of it, and which has nothing left to train.
+        stock, _ = _fit(ModelParallelStrategy(4, 1), ckpt=str(first))
+        found[f"{name} in stock"] = _difference(stock, _fit(make())[0])
     stock_path = Path(folder) / "stock"
     saving = ModelCheckpoint(stock_path, every_n_epochs=1, filename="last")
     options = {"enable_checkpointing": True, "callbacks": [saving]}
-    _fit(ModelParallelStrategy(4, 1), **options, max_epochs=1)
+    _fit(ModelParallelStrategy(4, 1), **options)
     strategy = FSDPHooksStrategy(replicas=2, comm_hook="int8")
     steps: list[int] = []
     strategy.on_train_end = lambda: steps.append(strategy.hooks.step)  # type: ignore[method-assign]
-    _fit(strategy, ckpt=str(stock_path / "last.ckpt"))
+    _fit(strategy, ckpt=str(stock_path / "last.ckpt"), max_epochs=2)
     found["steps after stock"] = steps
     return found
 
@@ -206,8 +208,7 @@ def test_checkpoints_resume_and_load_in_lightnings_strategy() -> None:
             assert found[name] < 1e-12, name
             assert found[f"{name} val_loss"] < 1e-12, name
             assert "lightning_ddp_hooks" in found[f"{name} files"]
-            assert found[f"{name} in stock"]
-            assert all(found[f"{name} in stock"].values())
+            assert found[f"{name} in stock"] < 1e-12, name
         assert found["steps after stock"] == [8]
 
 
