@@ -149,7 +149,7 @@ def _show(seconds: dict[str, list[float]], args: argparse.Namespace, what: str, 
     print(f"{args.steps} steps, {args.rounds} round(s) of which the best one counts\n")
     print(align(rows, right=(1, 2)))
     best = min(fastest, key=fastest.__getitem__)
-    print(f"\nFastest for this module on this network: {best}. It changes {CANDIDATES[best].effect}.")
+    print(f"\nFastest for this module on this network: {best}. What it changes: {CANDIDATES[best].effect}.")
     if plain is not None and best != "allreduce" and fastest[best] > (1 - _TOO_LITTLE) * plain:
         print(f"That is less than {_TOO_LITTLE:.0%} faster than the plain mean, which changes nothing: take that.")
         best = "allreduce"
