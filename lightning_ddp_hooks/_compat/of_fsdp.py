@@ -44,6 +44,15 @@ class ShardedParam:
         """Return this rank's shard, whose memory is the parameter's."""
         return self.param._local_tensor.detach()
 
+    def places(self) -> list[tuple[int, int]]:
+        """Return this rank's place and the number of places in each dimension of the mesh that shards the parameter.
+
+        With tensor parallelism that is not FSDP2's alone.
+        """
+        mesh = self.param.device_mesh
+        dims = [dim for dim, placement in enumerate(self.param.placements) if not placement.is_replicate()]
+        return [(mesh.get_local_rank(dim), mesh.size(dim)) for dim in dims]
+
     def with_local(self, local: Tensor) -> DTensor:
         """Return a tensor that is sharded like the parameter, of which ``local`` is this rank's shard."""
         param = self.param
