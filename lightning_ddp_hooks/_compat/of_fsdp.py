@@ -151,6 +151,15 @@ def _raw_groups(module: Any) -> Iterator[Any]:
     return (group for group in groups if group is not None)
 
 
+def shared_beside_shards(params: Iterable[ShardedParam]) -> str | None:
+    """Return the name of a parameter that tensor-parallel ranks share, while they shard others; None if there is none.
+
+    Only trainable ones count.
+    """
+    dims = {p.name: sum(size > 1 for _, size in p.places()) for p in params if p.param.requires_grad}
+    return min(dims, key=dims.__getitem__) if len(set(dims.values())) > 1 else None
+
+
 def scale_of(op: Any, world_size: int) -> float | None:
     """Return what a reduction multiplies each rank's part with before the sum; None if that is not known."""
     if op == dist.ReduceOp.AVG:

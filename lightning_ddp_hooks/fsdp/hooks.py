@@ -59,6 +59,8 @@ class FSDPHooks:
         self._shard_group = groups[0].shard_group
         self._replicas = _replicas_of(groups, replicas)
         settings.check_model(has_replicas=self._replicas is not None, offloads=any(group.offloads for group in groups))
+        in_group = next(filter(None, (of_fsdp.shared_beside_shards(group.params) for group in groups)), None)
+        settings.check_tensor_parallel(in_group=in_group, in_model=of_fsdp.shared_beside_shards(self._params))
         self._shards = LocalShards(self._params)
         self._clock = OptimizerClock(model, [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers])
         self._handles: list[Any] = []
