@@ -94,7 +94,7 @@ def why_unavailable(variant: str, rank: "Rank") -> str | None:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a benchmark function runs: one process of a world that is already initialised."""
+    """Where a benchmark function runs: one process of a world that is already initialized."""
 
     index: int
     world_size: int

@@ -5,7 +5,7 @@
 
 Under plain DDP all processes repeat the same Newton-Schulz iterations. Sharded, each makes those of its own matrices,
 shared out by what they cost, and sends the result to the others. With two optimizers Lightning wants manual
-optimisation, so the steps follow the backward (`overlap=False`). The last line is the sum of the parameters.
+optimization, so the steps follow the backward (`overlap=False`). The last line is the sum of the parameters.
 """
 
 import argparse

@@ -33,8 +33,8 @@ class Program:
         weighting: `gradient_weighting` of the strategy.
         accumulate: micro-batches of a step.
         exact: whether a window's gradient is the mean over what it holds.
-        manual: None for automatic optimisation, or the number of optimizers.
-        parts: backwards of a step in manual optimisation, for each optimizer.
+        manual: None for automatic optimization, or the number of optimizers.
+        parts: backwards of a step in manual optimization, for each optimizer.
         local: whether all but the last one of them run under `no_sync`.
         toggles: whether other optimizers' parameters are frozen during an optimizer's backward.
         optimizer: "sgd", "adamw" or "adagrad".
