@@ -44,6 +44,15 @@ class ShardedParam:
         """Return this rank's shard, whose memory is the parameter's."""
         return self.param._local_tensor.detach()
 
+    def places(self) -> list[tuple[int, int]]:
+        """Return this rank's place and the number of places in each dimension of the mesh that shards the parameter.
+
+        With tensor parallelism that is not FSDP2's alone.
+        """
+        mesh = self.param.device_mesh
+        dims = [dim for dim, placement in enumerate(self.param.placements) if not placement.is_replicate()]
+        return [(mesh.get_local_rank(dim), mesh.size(dim)) for dim in dims]
+
     def with_local(self, local: Tensor) -> DTensor:
         """Return a tensor that is sharded like the parameter, of which ``local`` is this rank's shard."""
         param = self.param
@@ -140,6 +149,15 @@ def _raw_groups(module: Any) -> Iterator[Any]:
     state = module._get_fsdp_state()
     groups: Iterable[Any] = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return (group for group in groups if group is not None)
+
+
+def shared_beside_shards(params: Iterable[ShardedParam]) -> str | None:
+    """Return the name of a parameter that tensor-parallel ranks share, while they shard others; None if there is none.
+
+    Only trainable ones count.
+    """
+    dims = {p.name: sum(size > 1 for _, size in p.places()) for p in params if p.param.requires_grad}
+    return min(dims, key=dims.__getitem__) if len(set(dims.values())) > 1 else None
 
 
 def scale_of(op: Any, world_size: int) -> float | None:

@@ -59,6 +59,8 @@ class FSDPHooks:
         self._shard_group = groups[0].shard_group
         self._replicas = _replicas_of(groups, replicas)
         settings.check_model(has_replicas=self._replicas is not None, offloads=any(group.offloads for group in groups))
+        in_group = next(filter(None, (of_fsdp.shared_beside_shards(group.params) for group in groups)), None)
+        settings.check_tensor_parallel(in_group=in_group, in_model=of_fsdp.shared_beside_shards(self._params))
         self._shards = LocalShards(self._params)
         self._clock = OptimizerClock(model, [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers])
         self._handles: list[Any] = []
@@ -190,7 +192,7 @@ class FSDPHooks:
             state["hook"] = self.hook.state_dict()
         if self._averaging is not None:
             state["averager"] = self._averaging.state_dict()
-        return sharded_state(state, self._params, comm.rank(self._shard_group), comm.world_size(self._shard_group))
+        return sharded_state(state, self._params)
 
     def load_from(self, path: str | os.PathLike[str], entry: str) -> None:
         """Go on from the entry of a distributed checkpoint that `state_dict` was saved as; collective.
@@ -201,8 +203,7 @@ class FSDPHooks:
         Raises:
             ValueError: No such entry, or state of another hook or averager.
         """
-        rank, size = comm.rank(self._shard_group), comm.world_size(self._shard_group)
-        state = read_state(os.fspath(path), entry, self._params, rank, size)
+        state = read_state(os.fspath(path), entry, self._params)
         self.step = int(state["step"])
         if self.hook is not None and state["hook"] is not None:
             self.hook.load_state_dict(state["hook"])

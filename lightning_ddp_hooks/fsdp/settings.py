@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 from lightning_ddp_hooks.averaging.averager import ModelAverager
 from lightning_ddp_hooks.config import check_interval
+from lightning_ddp_hooks.hooks.allreduce import AllReduce
+from lightning_ddp_hooks.hooks.cast import Cast
+from lightning_ddp_hooks.hooks.compose import PerParameter, Schedule
 from lightning_ddp_hooks.hooks.contract import CommHook, declaration_text, hook_name
 from lightning_ddp_hooks.hooks.function_hook import TorchHook
+from lightning_ddp_hooks.hooks.powersgd import PowerSGD
 from lightning_ddp_hooks.hooks.registry import HookLike, parts_of, resolve_hook
+
+# What these make of a parameter does not depend on the others in its bucket.
+_BY_PARAMETER = (AllReduce, Cast, PowerSGD, PerParameter, Schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,23 @@ class FSDPSettings:
                 f"{type(averager).__name__} averages shards on the device of the gradients; with CPUOffloadPolicy they "
                 "lie on the CPU: leave one of them out."
             )
+
+    def check_tensor_parallel(self, *, in_group: str | None, in_model: str | None) -> None:
+        """Raise if a hook would give a parameter that tensor-parallel ranks share a different gradient on each.
+
+        Args:
+            in_group: Such a parameter in a group that has sharded ones too; None if there is none.
+            in_model: The same of the whole model, which an averager's hook sees at once.
+        """
+        outer = resolve_hook(getattr(self.averager, "comm_hook", None))
+        for hook, name in ((self.hook, in_group), (outer, in_model)):
+            bad = [part for part in parts_of(hook) if type(part) not in _BY_PARAMETER]
+            if bad and name is not None:
+                raise ValueError(
+                    f"{hook_name(bad[0])} cannot work on {name!r}, which tensor-parallel ranks share: what it makes "
+                    "of it depends on others in the bucket, of which each rank has another shard, so that the ranks "
+                    "would drift apart. Use Cast, PowerSGD, or PerParameter and Schedule of these."
+                )
 
     def to_agree_on(self) -> dict[str, object]:
         """Return what must be the same on all ranks, by name."""

@@ -6,6 +6,7 @@ What they keep is nested, and holds tensors for this rank's shards. In a checkpo
     "flat/averager/hook/..."                 the same of a tensor that is flat here
     "padded/hook/error/..."                  the same of one with the padding of a bucket, which is left out
     "rest/1 of 2"                            all else of shard 1, as bytes; read if there are as many shards
+    "rest/1 of 2, 0 of 4"                    the same with tensor parallelism, whose shards are others
 
 Of another number of shards only plain values of the rest are taken up, with scalars; factors of PowerSGD, which belong
 to a shard as a whole, begin anew.
@@ -29,7 +30,7 @@ _REST = "rest/"
 Path = tuple[str, ...]
 
 
-def sharded_state(state: Any, params: Sequence[ShardedParam], rank: int, size: int) -> dict[str, Any]:
+def sharded_state(state: Any, params: Sequence[ShardedParam]) -> dict[str, Any]:
     """Return this rank's state in the form of a checkpoint."""
     by_name = {param.name: param for param in params}
     found: dict[str, Any] = {}
@@ -55,11 +56,11 @@ def sharded_state(state: Any, params: Sequence[ShardedParam], rank: int, size: i
     rest = _walk(state, (), take)
     stream = io.BytesIO()
     torch.save(rest, stream)
-    found[f"{_REST}{rank} of {size}"] = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+    found[_rest_of(params)] = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
     return found
 
 
-def read_state(path: str, entry: str, params: Sequence[ShardedParam], rank: int, size: int) -> dict[str, Any]:
+def read_state(path: str, entry: str, params: Sequence[ShardedParam]) -> dict[str, Any]:
     """Return this rank's state from a checkpoint that may have been written on another mesh; collective."""
     saved = {
         name.removeprefix(f"{entry}."): kind
@@ -69,7 +70,7 @@ def read_state(path: str, entry: str, params: Sequence[ShardedParam], rank: int,
     rests = sorted(name for name in saved if name.startswith(_REST))
     if not rests:
         raise ValueError(f"The checkpoint {path!r} has no entry {entry!r} that `FSDPHooks.state_dict` was saved as.")
-    own = f"{_REST}{rank} of {size}"
+    own = _rest_of(params)
     same_shards = own in rests
     by_name = {param.name: param for param in params}
     wanted: dict[str, Any] = {}
@@ -99,6 +100,12 @@ def read_state(path: str, entry: str, params: Sequence[ShardedParam], rank: int,
         _put(state, parts, values)
     require_sound(state, entry)
     return dict(state)
+
+
+def _rest_of(params: Sequence[ShardedParam]) -> str:
+    """Return the name of what cannot be sharded, which replicas share."""
+    places = max((param.places() for param in params), key=len)  # some have no tensor parallelism
+    return _REST + ", ".join(f"{place} of {size}" for place, size in places)
 
 
 def _param_of(path: Path, by_name: Mapping[str, ShardedParam]) -> ShardedParam | None:

@@ -132,14 +132,16 @@ def _checkpoints(folder: str) -> dict[str, Any]:
     settings = {
         "diloco": lambda: FSDPHooksStrategy(replicas=2, averager=DiLoCo(period=3, optimizer_state="averaged")),
         "powersgd": lambda: FSDPHooksStrategy(replicas=2, comm_hook=PowerSGD(start_iter=0, rank=1)),
+        "tensor parallel": lambda: FSDPHooksStrategy(1, 2, replicas=2, comm_hook=PowerSGD(start_iter=0, rank=1)),
     }
     for name, make in settings.items():
+        parallel = name == "tensor parallel"
         path = Path(folder) / name
         saving = ModelCheckpoint(path, every_n_epochs=1, save_top_k=-1, filename="{epoch}")
         options = {"enable_checkpointing": True, "callbacks": [saving], "num_sanity_val_steps": 1, "max_epochs": 2}
-        expected, trainer = _fit(make(), **options)
+        expected, trainer = _fit(make(), parallel=parallel, **options)
         first = path / "epoch=0.ckpt"
-        resumed, again = _fit(make(), ckpt=str(first), max_epochs=2)
+        resumed, again = _fit(make(), ckpt=str(first), max_epochs=2, parallel=parallel)
         found[name] = _difference(resumed, expected)
         found[f"{name} val_loss"] = abs(
             float(trainer.callback_metrics["val_loss"] - again.callback_metrics["val_loss"])
@@ -147,7 +149,7 @@ def _checkpoints(folder: str) -> dict[str, Any]:
         found[f"{name} files"] = sorted(os.listdir(first))
         # The averaged model, in a strategy that knows nothing of it, and which has nothing left to train.
         stock, _ = _fit(ModelParallelStrategy(4, 1), ckpt=str(first))
-        found[f"{name} in stock"] = _difference(stock, _fit(make())[0])
+        found[f"{name} in stock"] = _difference(stock, _fit(make(), parallel=parallel)[0])
     stock_path = Path(folder) / "stock"
     saving = ModelCheckpoint(stock_path, every_n_epochs=1, filename="last")
     options = {"enable_checkpointing": True, "callbacks": [saving]}
@@ -170,9 +172,17 @@ def _message(call: Callable[[], object]) -> str:
 
 def _refusals() -> dict[str, str]:
     whole = {"save_distributed_checkpoint": False, "replicas": 2}
+    eight_bits = BlockQuantize(error_feedback=False)
     return {
         "sizes": _message(lambda: _fit(FSDPHooksStrategy(replicas=3))),
         "not whole": _message(lambda: _fit(FSDPHooksStrategy(**whole, comm_hook="int8"))),
+        "shared": _message(lambda: _fit(FSDPHooksStrategy(2, 2, comm_hook=eight_bits), parallel=True)),
+        "shared, within": _message(lambda: _fit(FSDPHooksStrategy(1, 2, replicas=2, comm_hook="topk"), parallel=True)),
+        "shared, averager": _message(
+            lambda: _fit(
+                FSDPHooksStrategy(1, 2, replicas=2, averager=DiLoCo(period=2, comm_hook="int8")), parallel=True
+            )
+        ),
         "scatter": _message(lambda: _fit(FSDPHooksStrategy(4, 1, comm_hook="topk"))),
     }
 
@@ -204,7 +214,7 @@ def test_hooks_work_on_either_mesh() -> None:
 def test_checkpoints_resume_and_load_in_lightnings_strategy() -> None:
     for result in _results():
         found = result["checkpoints"]
-        for name in ("diloco", "powersgd"):
+        for name in ("diloco", "powersgd", "tensor parallel"):
             assert found[name] < 1e-12, name
             assert found[f"{name} val_loss"] < 1e-12, name
             assert "lightning_ddp_hooks" in found[f"{name} files"]
@@ -217,6 +227,9 @@ def test_what_does_not_fit_the_ranks_or_the_model_raises() -> None:
         refusals = result["refusals"]
         assert refusals["sizes"].startswith("ValueError: Expected `replicas` x `data_parallel_size`")
         assert refusals["not whole"].startswith("ValueError: The state of the hook or averager lies on all ranks")
+        for name, hook in {"": "BlockQuantize", ", within": "TopK", ", averager": "BlockQuantize"}.items():
+            expected = f"ValueError: {hook} cannot work on 'net.2.bias', which tensor-parallel ranks share"
+            assert refusals[f"shared{name}"].startswith(expected), refusals[f"shared{name}"]
         assert refusals["scatter"].startswith("ValueError: TopK makes an all-reduce, which plain FSDP has none of")
 
 
