@@ -90,7 +90,7 @@ def test_powersgd_is_set_by_yaml_and_flags_on_a_real_command_line(tmp_path: Path
     assert 0.7 < value(line, "test_acc") <= 1
     report = next(tmp_path.glob("lightning_logs/version_*/comm_monitor/report.html")).read_text()
     assert "PowerSGD(rank=4, start_iter=30" in report
-    assert "default=&#x27;fp16&#x27;" in report
+    assert "default=Cast(dtype=&#x27;float16&#x27;" in report
 
 
 def test_language_model_ends_with_its_loss() -> None:
