@@ -181,3 +181,17 @@ def build_unlike() -> str:
 def test_lengths_that_differ_at_construction_raise_on_all_ranks() -> None:
     for text in run_ranks(build_unlike):
         assert "mask: shape (2,)" in text
+
+
+def _wrap_with_a_sparse_buffer() -> str:
+    net = nn.Linear(2, 2)
+    net.register_buffer("eye", torch.eye(2).to_sparse())
+    with pytest.raises(ValueError) as caught:
+        DataParallel(net)
+    DataParallel(net, broadcast_buffers=False)
+    return str(caught.value)
+
+
+def test_a_sparse_buffer_that_would_be_sent_raises_on_all_ranks() -> None:
+    errors = run_ranks(_wrap_with_a_sparse_buffer, timeout=15)
+    assert all("'eye' is not dense" in error for error in errors)

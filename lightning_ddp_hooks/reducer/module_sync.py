@@ -143,6 +143,12 @@ class Buffers:
         self.replaced = False
         self._agreed: dict[str, tuple[_Kind, Tensor]] = {}
         self._agree()
+        for name, (_, buffer) in self._agreed.items():
+            if buffer.layout is not torch.strided:  # the sender would raise, and the others wait
+                raise ValueError(
+                    f"Buffer {name!r} is not dense ({buffer.layout}) and cannot be sent: set `broadcast_buffers=False`, "
+                    "or put its name in the module's `_ddp_params_and_buffers_to_ignore`."
+                )
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers that are there now, once each, by name; none if they are not sent."""
