@@ -147,8 +147,8 @@ class Buffers:
             # Sending or writing it would raise on some ranks only, and the others wait.
             if buffer.layout is not torch.strided or (buffer.numel() and 0 in _strides(buffer)):
                 raise ValueError(
-                    f"Buffer {name!r} is sparse, or an expanded tensor, and cannot be overwritten by rank 0's: clone or "
-                    "densify it, set `broadcast_buffers=False`, or put its name in the module's "
+                    f"Buffer {name!r} is sparse, or an expanded tensor, and cannot be overwritten by rank 0's: clone "
+                    "or densify it, set `broadcast_buffers=False`, or put its name in the module's "
                     "`_ddp_params_and_buffers_to_ignore`."
                 )
 
