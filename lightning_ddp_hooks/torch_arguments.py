@@ -41,6 +41,8 @@ def group_from(process_group: comm.ProcessGroup | None, device_mesh: Any) -> com
         return process_group
     if process_group is not None:
         raise ValueError("Set `process_group` or `device_mesh`, not both.")
+    if not hasattr(device_mesh, "get_group"):
+        raise TypeError(f"Expected a DeviceMesh of one dimension or None for `device_mesh`, got {device_mesh!r}.")
     if device_mesh.ndim != 1:
         raise ValueError(
             f'Expected a `device_mesh` of one dimension, got {device_mesh}: pass a part of it, as in `mesh["dp"]`.'

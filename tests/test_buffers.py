@@ -181,3 +181,16 @@ def build_unlike() -> str:
 def test_lengths_that_differ_at_construction_raise_on_all_ranks() -> None:
     for text in run_ranks(build_unlike):
         assert "mask: shape (2,)" in text
+
+
+def wrap_what_cannot_be_sent() -> None:
+    for bad in (torch.eye(2).to_sparse(), torch.zeros(1).expand(2)):
+        net = nn.Linear(2, 2)
+        net.register_buffer("odd", bad)
+        with pytest.raises(ValueError, match="'odd' is sparse, or an expanded tensor"):
+            DataParallel(net)
+        DataParallel(net, broadcast_buffers=False)
+
+
+def test_buffers_that_cannot_be_sent_or_written_raise_on_all_ranks() -> None:
+    run_ranks(wrap_what_cannot_be_sent, timeout=20)

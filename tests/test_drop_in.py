@@ -216,6 +216,8 @@ def wrap_groups() -> list[int]:
     ]
     with pytest.raises(ValueError, match="one dimension"):
         DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+    with pytest.raises(TypeError, match="a DeviceMesh of one dimension"):
+        DistributedDataParallel(nn.Linear(1, 1), device_mesh=[0, 1])
     with pytest.raises(ValueError, match="not both"):
         DistributedDataParallel(nn.Linear(1, 1), process_group=group, device_mesh=mesh["dp"])
     return [dist.get_world_size(model.process_group) for model in models]

@@ -143,6 +143,14 @@ class Buffers:
         self.replaced = False
         self._agreed: dict[str, tuple[_Kind, Tensor]] = {}
         self._agree()
+        for name, (_, buffer) in self._agreed.items():
+            # Sending or writing it would raise on some ranks only, and the others wait.
+            if buffer.layout is not torch.strided or (buffer.numel() and 0 in _strides(buffer)):
+                raise ValueError(
+                    f"Buffer {name!r} is sparse, or an expanded tensor, and cannot be overwritten by rank 0's: clone "
+                    "or densify it, set `broadcast_buffers=False`, or put its name in the module's "
+                    "`_ddp_params_and_buffers_to_ignore`."
+                )
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers that are there now, once each, by name; none if they are not sent."""
@@ -203,3 +211,7 @@ _BUFFERS_DIFFER = (
 
 def _kind(buffer: Tensor) -> _Kind:
     return buffer.shape, buffer.dtype, buffer.device
+
+
+def _strides(buffer: Tensor) -> list[int]:
+    return [stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1]
