@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +20,18 @@ from lightning_ddp_hooks.reducer import shm_backend
 pytestmark = [pytest.mark.ranks, pytest.mark.trainer, pytest.mark.timeout(900)]
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in free]
+
+
+def _leave_world(ports: list[int]) -> None:
+    """Destroy the world; the next one has another port, so that no rank meets the store of the last one."""
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(ports.pop())
 
 
 def _fit(backend: str | None) -> tuple[str, Any]:
@@ -43,12 +52,11 @@ def _world() -> str:
     return comm.backend_name(comm.resolve_group(None))
 
 
-def _fits(port: int) -> list[Any]:
-    os.environ["MASTER_PORT"] = str(port)
+def _fits(ports: list[int]) -> list[Any]:
     assert _fit(None)[0] == "gloo"  # the world exists, and somebody has named its backend
     states = []
     for named, world, taken in [("gloo", "gloo", "gloo"), ("shm", "shm", "shm"), (None, "gloo", "shm")]:
-        dist.destroy_process_group()
+        _leave_world(ports)
         backend, state = _fit(named)
         assert (_world(), backend) == (world, taken)
         states.append(state)
@@ -60,7 +68,7 @@ def _fits(port: int) -> list[Any]:
     assert fabric.strategy.stats()["comm_backend"] == "shm"  # type: ignore[attr-defined]
     fabric.backward(model(torch.ones(1, 2)).sum())
 
-    dist.destroy_process_group()
+    _leave_world(ports)
     if os.environ["RANK"] == "1":
         shm_backend.build.is_built = lambda: False  # as on a host where nothing was compiled
     assert _fit(None)[0] == "gloo"
@@ -69,15 +77,14 @@ def _fits(port: int) -> list[Any]:
 
 def test_gradients_go_through_memory_unless_a_backend_is_named() -> None:
     require("native")
-    for over_gloo, over_shm, by_itself in run_ranks(_fits, _free_port(), timeout=120):
+    for over_gloo, over_shm, by_itself in run_ranks(_fits, _free_ports(4), timeout=120):
         assert_trained(over_gloo)
         assert_same(over_gloo, over_shm)
         assert_same(over_gloo, by_itself)
 
 
-def _cannot_share(port: int) -> str:
-    os.environ["MASTER_PORT"] = str(port)
-    dist.destroy_process_group()
+def _cannot_share(ports: list[int]) -> str:
+    _leave_world(ports)
     if os.environ["RANK"] == "1":
 
         def load() -> ModuleType:
@@ -89,4 +96,4 @@ def _cannot_share(port: int) -> str:
 
 def test_ranks_that_cannot_share_memory_talk_over_gloo() -> None:
     require("native")
-    assert run_ranks(_cannot_share, _free_port()) == ["gloo"] * 2
+    assert run_ranks(_cannot_share, _free_ports(1)) == ["gloo"] * 2
